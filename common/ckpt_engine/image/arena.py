@@ -1,0 +1,177 @@
+"""Host memory for images and gradients: allocated once, touched once, used again for ever.
+
+The first touch of fresh memory costs many times a copy into memory that is there, and direct I/O from huge pages runs at
+twice the speed: hence private anonymous mappings with ``MADV_HUGEPAGE``, kept between saves.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+LINE = 64
+PAGE = 4096
+HUGE = 2 * 1024 * 1024
+
+
+class HostBuffer:
+    """Page-aligned private memory.
+
+    Example:
+        >>> buffer = HostBuffer(10_000)
+        >>> buffer.nbytes, buffer.tensor.dtype, len(buffer.memory)
+        (12288, torch.uint8, 12288)
+        >>> buffer.close()
+
+    Attributes:
+        nbytes: Its size, rounded up to whole pages (huge pages where it is large).
+        tensor: The memory as a flat uint8 tensor.
+        memory: The same memory for reading and writing files.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        unit = HUGE if nbytes >= HUGE else PAGE
+        self.nbytes = max(unit, -(-nbytes // unit) * unit)
+        self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if unit == HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            try:
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+            except OSError:  # a kernel without transparent huge pages: ordinary pages work too
+                unit = PAGE
+        self.memory = memoryview(self._map)
+        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.tensor.zero_()
+
+    def close(self) -> None:
+        """Let the memory go; it is freed when the last tensor that views it is."""
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self.memory = memoryview(b"")
+
+
+class ArenaPool:
+    """At most ``limit`` buffers for whole images.
+
+    Example:
+        >>> pool = ArenaPool(limit=1)
+        >>> arena = pool.acquire(5000, timeout=0)
+        >>> pool.acquire(5000, timeout=0) is None
+        True
+        >>> pool.release(arena)
+        >>> pool.acquire(5000, timeout=0) is arena
+        True
+
+    Attributes:
+        allocated_bytes: Host memory held now.
+        peak_bytes: The most it ever was.
+    """
+
+    def __init__(self, limit: int = 2) -> None:
+        self._limit = limit
+        self._changed = threading.Condition()
+        self._free: list[HostBuffer] = []
+        self._used: list[HostBuffer] = []
+        self.allocated_bytes = 0
+        self.peak_bytes = 0
+
+    def acquire(self, nbytes: int, timeout: float | None) -> HostBuffer | None:
+        """A buffer of at least ``nbytes``; None when all are in use after ``timeout`` seconds (None: for ever)."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while len(self._used) >= self._limit:
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return None
+                self._changed.wait(left)
+            buffer = self._fitting(nbytes) or self._grow(nbytes)
+            self._used.append(buffer)
+            return buffer
+
+    def release(self, buffer: HostBuffer) -> None:
+        """Give a buffer back for the next image; giving it back twice changes nothing."""
+        with self._changed:
+            if any(one is buffer for one in self._used):
+                self._used = [one for one in self._used if one is not buffer]
+                self._free.append(buffer)
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Free the buffers that nobody uses."""
+        with self._changed:
+            for buffer in self._free:
+                self._forget(buffer)
+            self._free.clear()
+
+    def _fitting(self, nbytes: int) -> HostBuffer | None:
+        fitting = [buffer for buffer in self._free if buffer.nbytes >= nbytes]
+        if not fitting:
+            return None
+        best = min(fitting, key=lambda buffer: buffer.nbytes)
+        self._free = [buffer for buffer in self._free if buffer is not best]
+        return best
+
+    def _grow(self, nbytes: int) -> HostBuffer:
+        # Too small a buffer is of no more use once images have grown: free it before the larger one is made.
+        while self._free and len(self._free) + len(self._used) >= self._limit:
+            self._forget(self._free.pop(0))
+        buffer = HostBuffer(nbytes)
+        self.allocated_bytes += buffer.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+        return buffer
+
+    def _forget(self, buffer: HostBuffer) -> None:
+        self.allocated_bytes -= buffer.nbytes
+        buffer.close()
+
+
+class StagingPool:
+    """Small host buffers for gradients on their way to replay, kept by size and used again.
+
+    Example:
+        >>> pool = StagingPool()
+        >>> first = pool.take(100)
+        >>> pool.outstanding >= 100
+        True
+        >>> pool.give(first)
+        >>> pool.take(100).data_ptr() == first.data_ptr(), pool.outstanding
+        (True, 128)
+
+    Attributes:
+        allocated_bytes: Host memory held now, in use or free.
+        outstanding: Bytes in use.
+        peak_bytes: The most that was ever held.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: dict[int, list[Tensor]] = defaultdict(list)
+        self.allocated_bytes = 0
+        self.outstanding = 0
+        self.peak_bytes = 0
+
+    def take(self, nbytes: int) -> Tensor:
+        """A uint8 buffer of at least ``nbytes``, its content undefined."""
+        size = _size_class(nbytes)
+        with self._lock:
+            self.outstanding += size
+            if self._free[size]:
+                return self._free[size].pop()
+            self.allocated_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+        return torch.empty(size, dtype=torch.uint8)
+
+    def give(self, buffer: Tensor) -> None:
+        """Give a buffer back."""
+        with self._lock:
+            self.outstanding -= buffer.numel()
+            self._free[buffer.numel()].append(buffer)
+
+
+def _size_class(nbytes: int) -> int:
+    """Cache lines for small sizes, an eighth of the magnitude for larger ones: few classes, little waste."""
+    step = max(LINE, 1 << max(0, nbytes.bit_length() - 4))
+    return max(LINE, -(-nbytes // step) * step)

@@ -1,0 +1,132 @@
+"""Watches the optimizers of one training process: taps them, and rehearses each one's replay before relying on it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ckpt_engine.capture.context import Context
+from ckpt_engine.capture.meter import Meter
+from ckpt_engine.capture.rehearsal import Rehearsal, begin_rehearsal, end_rehearsal
+from ckpt_engine.capture.tap import OptimizerTap
+from ckpt_engine.opener import Opener
+
+Before = Callable[[int, "Tensor | None", "Tensor | None"], None]
+"""Called with the optimizer's index, the scaler's ``found_inf`` and its ``grad_scale``."""
+
+
+class Watcher:
+    """Taps on every optimizer of a context.
+
+    Args:
+        context: The optimizers and what is known about them.
+        opener: Learns which optimizers passed their rehearsal.
+        meter: Learns when updates begin and end.
+        before: Called when gradients are final.
+        after: Called when the update was applied.
+    """
+
+    def __init__(
+        self, context: Context, opener: Opener, meter: Meter, before: Before, after: Callable[[int], None]
+    ) -> None:
+        self._context = context
+        self._opener = opener
+        self._meter = meter
+        self._notify_before = before
+        self._notify_after = after
+        self._rehearsals: dict[int, Rehearsal] = {}
+        self._params = [param_ids(optimizer) for optimizer in context.optimizers]
+        self._taps = [
+            OptimizerTap(optimizer, self._before(index), self._after(index))
+            for index, optimizer in enumerate(context.optimizers)
+        ]
+
+    def round_begins(self) -> None:
+        """Forget a step that raised between its two moments."""
+        self._rehearsals.clear()
+        for tap in self._taps:
+            tap.abandon()
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        for tap in self._taps:
+            tap.remove()
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Report nothing inside."""
+        for tap in self._taps:
+            tap.muted = True
+        try:
+            yield
+        finally:
+            for tap in self._taps:
+                tap.muted = False
+
+    def params_changed(self) -> bool:
+        """Whether parameters joined or left an optimizer since the last call."""
+        now = [param_ids(optimizer) for optimizer in self._context.optimizers]
+        changed, self._params = now != self._params, now
+        return changed
+
+    def _before(self, index: int) -> Callable[[OptimizerTap], None]:
+        def before(tap: OptimizerTap) -> None:
+            self._meter.before_update()
+            found_inf = _tensor(getattr(tap.optimizer, "found_inf", None))
+            scale = _tensor(getattr(tap.optimizer, "grad_scale", None))
+            with torch.no_grad():
+                self._rehearse(index, found_inf, scale)
+                self._notify_before(index, found_inf, scale)
+
+        return before
+
+    def _after(self, index: int) -> Callable[[OptimizerTap], None]:
+        def after(_: OptimizerTap) -> None:
+            self._meter.after_update()
+            rehearsal = self._rehearsals.pop(index, None)
+            with torch.no_grad():
+                if rehearsal is not None:
+                    self._judge(index, rehearsal)
+                self._notify_after(index)
+
+        return after
+
+    def _rehearse(self, index: int, found_inf: Tensor | None, scale: Tensor | None) -> None:
+        skipped = found_inf is not None and bool(found_inf.item()) if index not in self._opener.proven else True
+        if skipped or index in self._rehearsals:
+            return
+        units = [unit for unit in self._opener.units() if unit.optimizer == index]
+        optimizer, traits = self._context.optimizers[index], self._context.traits[index]
+        rehearsal = begin_rehearsal(optimizer, traits, units, found_inf=found_inf, scale=scale)
+        if rehearsal is not None:
+            self._rehearsals[index] = rehearsal
+
+    def _judge(self, index: int, rehearsal: Rehearsal) -> None:
+        optimizer = self._context.optimizers[index]
+        try:
+            audit = end_rehearsal(rehearsal, optimizer, rtol=self._context.config.audit_rtol)
+            problem = "" if audit.passed else f"a replay of its update differs by up to {audit.max_error:.3g}"
+        except Exception as error:
+            problem = f"its update cannot be replayed ({error!r})"
+        self._opener.proven.add(index)
+        if problem:
+            self._opener.direct.update(param_ids(optimizer))
+            warnings.warn(
+                f"{type(optimizer).__name__} is checkpointed by copying its state during the one step after the "
+                f"target: {problem}.",
+                stacklevel=2,
+            )
+
+
+def param_ids(optimizer: Optimizer) -> list[int]:
+    """Identities of an optimizer's parameters, in order."""
+    return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _tensor(value: object) -> Tensor | None:
+    return value if isinstance(value, Tensor) else None
