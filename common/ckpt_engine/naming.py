@@ -46,8 +46,8 @@ class Namer:
             name = self._owned[key]
             self.in_image.add(name)
             return self._claim(name, key)
-        name = self._known.get(key) if key is not None and tensor.numel() else None
-        return self._claim(name or name_of_path(path), key if key is not None else id(tensor))
+        known = self._known.get(key) if key is not None and tensor.numel() else None
+        return self._claim(known or name_of_path(path), key if key is not None else id(tensor))
 
     def _claim(self, name: str, owner: ViewKey | int) -> str:
         candidate, count = name, 1

@@ -48,11 +48,13 @@ class Opener:
         self._pool = pool
         self._tensors = tensors
         self._params_only = params_only
+        self._unjudged: list[Window] = []
         self._resident: dict[int, tuple[bytes, dict[str, Stamp]]] = {}
         self._last_plan = ""
 
     def units(self) -> list[Unit]:
         """The units as they are now; units once found unreplayable stay direct."""
+        self._heed_audits()
         units = build_units(
             self._context.optimizers,
             self._context.traits,
@@ -136,7 +138,15 @@ class Opener:
     def learn(self, window: Window) -> None:
         """Keep what a window found out about its units."""
         self.direct |= {id(unit.tensor) for unit in window.units if unit.direct and not unit.is_static}
+        self._unjudged.append(window)
         self.verified = self.verified or (window.plan.steps > 1 and window.captured)
+
+    def _heed_audits(self) -> None:
+        """After a failed audit nothing of that window's state is replayed again."""
+        for window in self._unjudged:
+            if window.failed:
+                self.direct |= {id(unit.tensor) for unit in window.units if not unit.is_static}
+        self._unjudged = [window for window in self._unjudged[-2:] if not window.failed]
 
     def _ready(self) -> bool:
         return len(self.proven) == len(self._context.optimizers)

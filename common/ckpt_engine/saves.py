@@ -272,7 +272,7 @@ def _write_extras(transaction: Transaction, extras: Mapping[str, Tensor]) -> tup
     buffer[: layout.data_start].copy_(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8))
     for name, view in layout.views(buffer).items():
         view.copy_(extras[name])
-    return layout, transaction.write_bytes(EXTRA, memoryview(buffer.numpy()))
+    return layout, transaction.write_bytes(EXTRA, buffer.numpy().tobytes())
 
 
 def tensor_records(layout: Layout, file: str) -> list[TensorRecord]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ckpt_engine.capture.rng import rng_state, set_rng_state
 from ckpt_engine.config import CheckpointConfig
 from ckpt_engine.engine import Engine
+from ckpt_engine.restore.optimizer import load_optimizer
 from ckpt_engine.restore.reader import load
 
 WIDTH = 40
@@ -27,7 +28,7 @@ WIDTH = 40
 class Awkward(nn.Module):
     """Every kind of tensor that has broken a checkpointer."""
 
-    def __init__(self, *, matrix_only: bool = False) -> None:
+    def __init__(self, *, matrix_only: bool = False, row_major: bool = False) -> None:
         super().__init__()
         self.matrix_only = matrix_only
         self.emb = nn.Embedding(61, WIDTH)
@@ -36,7 +37,8 @@ class Awkward(nn.Module):
         self.drop = nn.Dropout(0.1)
         self.head = nn.Linear(WIDTH, 61, bias=False)
         self.head.weight = self.emb.weight
-        self.turned = nn.Parameter(torch.randn(WIDTH, 72).t())
+        turned = torch.randn(WIDTH, 72).t()
+        self.turned = nn.Parameter(turned.contiguous() if row_major else turned)
         if not matrix_only:
             self.norm = nn.BatchNorm1d(331)
             self.frozen = nn.Parameter(torch.randn(9, 5), requires_grad=False)
@@ -49,7 +51,7 @@ class Awkward(nn.Module):
         x = self.emb(tokens).flatten(0, 1)
         x = self.a(x)
         if not self.matrix_only:
-            x = self.norm(x.float()).to(x.dtype)
+            x = self.norm(x.to(self.norm.weight.dtype)).to(x.dtype)
         x = self.drop(torch.nn.functional.gelu(self.b(x)))
         x = x + (x @ self.turned.t().to(x.dtype)[:, :WIDTH] if self.turned.shape[0] >= WIDTH else 0.0)
         if not self.matrix_only:
@@ -89,7 +91,9 @@ class Run:
         torch.manual_seed(7)
         self.recipe = recipe
         dtype = {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(recipe.precision, torch.float32)
-        self.model = Awkward(matrix_only=recipe.optimizer == "Muon").to(dtype)
+        # LBFGS itself takes only row-major gradients.
+        awkward = Awkward(matrix_only=recipe.optimizer == "Muon", row_major=recipe.optimizer == "LBFGS")
+        self.model = awkward.to(dtype)
         self.optimizers = self._make_optimizers()
         self.schedulers = [
             torch.optim.lr_scheduler.LambdaLR(o, lambda t: min(1.0, (t + 1) / 4) * (0.6 + 0.4 * math.cos(t / 5)))
@@ -102,7 +106,12 @@ class Run:
         cls = getattr(torch.optim, self.recipe.optimizer)
         options = {"lr": 3e-3, **self.recipe.options}
         decay = options.pop("weight_decay", 0.0)
-        params = [p for p in self.model.parameters() if self.recipe.optimizer != "Muon" or p.ndim == 2]
+        # Muon takes matrices only, and Adafactor divides by the number of elements.
+        params = [
+            p
+            for p in self.model.parameters()
+            if (self.recipe.optimizer != "Muon" or p.ndim == 2) and (self.recipe.optimizer != "Adafactor" or p.numel())
+        ]
         halves = [params] if self.recipe.optimizers == 1 else [params[::2], params[1::2]]
         made = []
         for part in halves:
@@ -128,14 +137,14 @@ class Run:
     def restore(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["state_dict"])
         for optimizer, saved in zip(self.optimizers, state["optimizer_states"], strict=True):
-            optimizer.load_state_dict(saved)
+            load_optimizer(optimizer, saved)
         for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
         self.scaler.load_state_dict(state["scaler"])
         set_rng_state(state["rng"])
         self.step = state["step"]
 
-    def forward_backward(self, engine: Engine | None) -> None:
+    def forward_backward(self, engine: Engine | None) -> Tensor:
         for micro in range(self.recipe.accumulate):
             generator = torch.Generator().manual_seed(1000 * self.step + micro)
             tokens = torch.randint(0, 61, (6, 9), generator=generator)
@@ -149,6 +158,7 @@ class Run:
             if engine is not None:
                 engine.before_backward()
             (loss / self.recipe.accumulate).backward()
+        return loss.detach()
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         kind = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(self.recipe.precision)
@@ -180,9 +190,13 @@ class Run:
         if engine is not None:
             engine.step_end(self.step)
 
-    def _closure(self, engine: Engine | None) -> None:
-        self.forward_backward(engine)
+    def _closure(self, engine: Engine | None) -> Tensor:
+        # LBFGS evaluates again and again: gradients start from nothing each time.
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=not self.recipe.zero_in_place)
+        loss = self.forward_backward(engine)
         self.clip()
+        return loss
 
     def _update(self) -> None:
         if self.recipe.precision == "16-mixed":

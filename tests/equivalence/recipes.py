@@ -47,13 +47,12 @@ COUNTS = [1, 2]
 
 
 def allowed(recipe: Recipe) -> bool:
-    """Combinations that torch itself refuses are left out."""
+    """Combinations that torch itself refuses, or does not repeat, are left out."""
     fused = bool(recipe.options.get("fused"))
     if recipe.optimizer == "Muon":
         return recipe.precision in ("fp32", "bf16-mixed")
-    if recipe.optimizer == "Rprop" and recipe.precision == "16-mixed":
-        return not fused
-    return True
+    # The CPU kernel of fused SGD with momentum gives other bits on every call in 16 bits (torch 2.13).
+    return not (recipe.optimizer == "SGD" and fused and recipe.precision == "bf16-true")
 
 
 def full() -> list[Recipe]:

@@ -6,7 +6,6 @@ import warnings
 from pathlib import Path
 
 import pytest
-import torch
 
 from ckpt_engine.config import CheckpointConfig
 from ckpt_engine.engine import Engine
@@ -63,7 +62,8 @@ def test_any_number_of_steps_gives_the_same_checkpoint(steps: int, tmp_path: Pat
     _, truth, engine = run_and_save(recipe, str(tmp_path), config=config, steps=STEPS, saves=SAVES)
     for step in SAVES:
         assert differences(load_state(f"{tmp_path}/step-{step}"), truth[step]) == []
-    assert [record.window_steps for record in engine.records] == [min(steps, s) for s in (steps, min(steps, 6))]
+    # The second window can open once round 10 has completed the first.
+    assert [record.window_steps for record in engine.records] == [steps, min(steps, 5)]
 
 
 @pytest.mark.parametrize("mode", ["auto", "multi_step", "one_step", "async", "sync"])
@@ -104,6 +104,19 @@ def test_writes_outside_the_optimizer_are_noticed_and_copied_again(hook: str, tm
         assert differences(load_state(f"{tmp_path}/step-{step}"), truth[step]) == []
 
 
+def test_a_kernel_that_does_not_repeat_itself_is_found_and_copied_directly(tmp_path: Path) -> None:
+    """Fused SGD with momentum in bfloat16 gives other bits on each call on CPU (torch 2.13)."""
+    recipe = Recipe(optimizer="SGD", options={"momentum": 0.9, "fused": True}, precision="bf16-true")
+    saves = (6, 9, 12, 15, 18, 21, 24)
+    with pytest.warns(UserWarning, match="copied directly|copying its state|differs from the live state"):
+        _, truth, engine = run_and_save(recipe, str(tmp_path), config=_config(), steps=26, saves=saves)
+    for record in engine.records:
+        if record.ok:
+            assert differences(load_state(f"{tmp_path}/step-{record.step}"), truth[record.step]) == []
+    # A failed audit turns replay off for good, so the last saves are whole again.
+    assert [record.step for record in engine.records if record.ok][-2:] == [21, 24]
+
+
 def test_lbfgs_falls_back_with_one_warning(tmp_path: Path) -> None:
     recipe = Recipe(optimizer="LBFGS", options={"lr": 0.1, "max_iter": 3})
     with pytest.warns(UserWarning, match="LBFGS is checkpointed by copying") as seen:
@@ -138,4 +151,3 @@ def test_memory_is_two_images_and_the_gradients_owed(tmp_path: Path) -> None:
     slack = 8 * 2**20
     assert engine.memory["images_peak"] <= 2 * image + slack
     assert engine.memory["gradients_peak"] <= 3 * gradients + slack
-    assert torch.get_num_threads() >= 1

@@ -97,7 +97,7 @@ def _set_numpy(state: Any) -> None:
 def _accelerator_states() -> dict[str, object]:
     """One list of tensors per backend that is present and started; a device never used has no stream yet."""
     states: dict[str, object] = {}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = torch.cuda.get_rng_state_all()
     if hasattr(torch, "xpu") and torch.xpu.is_available():
         states["xpu"] = torch.xpu.get_rng_state_all()

@@ -89,16 +89,16 @@ class ShadowOptimizer:
     def __init__(self, live: Optimizer, traits: Traits) -> None:
         self._traits = traits
         self._optimizer = _empty_twin(live)
-        step = type(live).step
+        step: Any = type(live).step
         # The undecorated step: the decorated one would run the user's global step hooks from a background thread.
         self._step = step.__wrapped__ if getattr(step, "hooked", False) else step
 
     def add(self, captured: Captured, group: int) -> None:
         """Make ``captured`` part of the following replays."""
         flat = captured.parameter
-        granule = CACHE_ELEMENTS if self._in_cache_pieces(flat) else max(1, flat.numel())
+        spans = cut(flat.numel(), CACHE_ELEMENTS) if self._in_cache_pieces(flat) else [(0, flat.numel())]
         captured.pieces = []
-        for low, high in cut(flat.numel(), granule):
+        for low, high in spans:
             whole = low == 0 and high == flat.numel()
             piece = flat.detach() if whole else flat[low:high]
             self._optimizer.state[piece] = self._piece_state(captured, (low, high), whole)
@@ -131,10 +131,6 @@ class ShadowOptimizer:
             for piece, _, _ in pieces:
                 piece.grad = None
 
-    def state_of(self, captured: Captured) -> Mapping[str, Any]:
-        """Return the replayed state of a block's first piece: where entries that are not cut are read from."""
-        return self._optimizer.state[captured.pieces[0][0]]
-
     def settle(self, captured: Captured) -> None:
         """Write back state that the optimizer replaced by new tensors instead of updating it in place."""
         for piece, low, high in captured.pieces:
@@ -166,8 +162,7 @@ class ShadowOptimizer:
         result = dict(hyper)
         if "capturable" in result:
             result["capturable"] = False
-        if self._traits.proven and "foreach" in result and not result.get("fused"):
-            # For-loop and foreach kernels agree bit for bit; the for-loop one keeps a piece in cache.
+        if self._traits.loops_like_foreach and "foreach" in result and not result.get("fused"):
             result["foreach"] = False
         return result
 

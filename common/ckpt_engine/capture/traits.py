@@ -39,6 +39,17 @@ _SLICE = (
 _WHOLE = tuple(
     getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)
 )
+# Their for-loop and foreach kernels round alike in 32 and 64 bits; those of NAdam, RAdam and ASGD do not.
+_ONE_ROUNDING = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+)
 _NEVER = (torch.optim.LBFGS, torch.optim.SparseAdam)
 
 
@@ -51,6 +62,8 @@ class Traits:
             with its state and gradient; ``never``: cannot be replayed, copied only at the target.
         proven: The class is one that this package's tests replay bit for bit.
         fused: Some parameter group uses the fused kernel, which agrees only with itself.
+        loops_like_foreach: The for-loop kernel gives the bits of the foreach kernel, so replay may use the former, which
+            works in cache.
         keeps_grad: ``p.grad`` is not written by the update, so a held reference may be copied after it.
         reason: Why the grain is ``never``, as a sentence; empty otherwise.
     """
@@ -58,6 +71,7 @@ class Traits:
     grain: Grain
     proven: bool
     fused: bool
+    loops_like_foreach: bool
     keeps_grad: bool
     reason: str = ""
 
@@ -73,8 +87,16 @@ def traits_of(optimizer: Optimizer) -> Traits:
     if any(bool(group.get("differentiable")) for group in groups):
         return _never(f"{name} runs with differentiable=True, which keeps its update in the autograd graph")
     if _owns(step, _SLICE):
-        return Traits(grain="slice", proven=True, fused=fused, keeps_grad=_keeps_grad(optimizer))
-    return Traits(grain="whole", proven=_owns(step, _WHOLE), fused=fused, keeps_grad=False)
+        return Traits(
+            grain="slice",
+            proven=True,
+            fused=fused,
+            loops_like_foreach=_owns(step, _ONE_ROUNDING) and _in_full_precision(optimizer),
+            keeps_grad=_keeps_grad(optimizer),
+        )
+    return Traits(
+        grain="whole", proven=_owns(step, _WHOLE), fused=fused, loops_like_foreach=False, keeps_grad=False
+    )
 
 
 def _owns(step: object, classes: tuple[type[Optimizer], ...]) -> bool:
@@ -82,7 +104,15 @@ def _owns(step: object, classes: tuple[type[Optimizer], ...]) -> bool:
 
 
 def _never(reason: str) -> Traits:
-    return Traits(grain="never", proven=False, fused=False, keeps_grad=False, reason=reason)
+    return Traits(
+        grain="never", proven=False, fused=False, loops_like_foreach=False, keeps_grad=False, reason=reason
+    )
+
+
+def _in_full_precision(optimizer: Optimizer) -> bool:
+    # In 16 bits a foreach kernel rounds between two operations where the for-loop one rounds once.
+    dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
+    return dtypes <= {torch.float32, torch.float64}
 
 
 def _keeps_grad(optimizer: Optimizer) -> bool:

@@ -34,7 +34,7 @@ def view_key(tensor: Tensor) -> ViewKey:
     """Identify the memory that a strided tensor shows: equal keys mean the same elements in the same order."""
     return (
         tensor.untyped_storage().data_ptr(),
-        tensor.storage_offset(),
+        int(tensor.storage_offset()),
         tuple(tensor.shape),
         tuple(tensor.stride()),
         tensor.dtype,

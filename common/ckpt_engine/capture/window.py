@@ -37,7 +37,7 @@ class Window:
     Args:
         context: What windows of this engine share.
         plan: Steps and budgets.
-        target: Step that the image will represent.
+        target: Step that the image will represent; also the seed of the audit's samples.
         units: What to capture.
         layout: Where it lies in the image.
         arena: Host memory of the image.
@@ -65,6 +65,7 @@ class Window:
         self.stats = WindowStats()
         self.sealed = False
         self.captured = False
+        self.failed = False
         self.reason = ""
         self._context = context
         self._resident = resident
@@ -209,6 +210,7 @@ class Window:
         if self._audit is None:
             raise SaveFailedError(f"The window for step {self.target} was never completed: the save is dropped.")
         if not self._audit.passed:
+            self.failed = True
             names = ", ".join(self._audit.failures[:5])
             raise SaveFailedError(
                 f"The replayed image of step {self.target} differs from the live state in {len(self._audit.failures)} "

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import xxhash
 
+from ckpt_engine.errors import ConfigError
+
 CHUNK_BYTES = 16 * 1024 * 1024
 
 
@@ -20,5 +22,18 @@ def digest(memory: memoryview) -> str:
 
 
 def digests(memory: memoryview, chunk_bytes: int = CHUNK_BYTES) -> tuple[str, ...]:
-    """One digest for every ``chunk_bytes`` of ``memory``; the last chunk may be shorter."""
-    return tuple(digest(memory[low : low + chunk_bytes]) for low in range(0, len(memory), chunk_bytes))
+    """One digest for every ``chunk_bytes`` of ``memory``; the last chunk may be shorter.
+
+    Args:
+        memory: Contiguous, of any item size: chunks are counted in bytes.
+        chunk_bytes: At least 1.
+
+    Raises:
+        ConfigError: ``chunk_bytes`` is not positive.
+    """
+    if chunk_bytes < 1:
+        raise ConfigError(f"chunk_bytes is {chunk_bytes}: give the bytes that each checksum covers, at least 1.")
+    if not memory.nbytes:  # an array without elements cannot be cast
+        return ()
+    data = memory.cast("B")
+    return tuple(digest(data[low : low + chunk_bytes]) for low in range(0, len(data), chunk_bytes))

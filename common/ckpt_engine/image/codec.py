@@ -20,9 +20,10 @@ import datetime
 import io
 import math
 import pathlib
+import struct
 from argparse import Namespace
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -31,10 +32,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ckpt_engine.errors import ConfigError, CorruptCheckpointError
-from ckpt_engine.image.dtypes import dtype_name, dtype_of_name
+from ckpt_engine.errors import CheckpointError, ConfigError, CorruptCheckpointError
+from ckpt_engine.image.dtypes import dtype_name, dtype_of_name, is_packed
 
-MAX_DEPTH = 200
+# A level costs five Python frames, and the caller's own stack is not empty.
+MAX_DEPTH = 100
 NameOf = Callable[[Tensor, str], str]
 
 
@@ -60,10 +62,13 @@ def encode(obj: object, name_of: NameOf) -> Encoded:
             show the same memory are asked for once and stay one tensor.
 
     Raises:
-        ConfigError: The state is nested too deeply, or refers to itself.
+        ConfigError: The state is nested too deeply, refers to itself, or holds what cannot be saved.
     """
     encoder = _Encoder(name_of)
-    return Encoded(tree=encoder.encode(obj, "", 0), tensors=encoder.tensors)
+    try:
+        return Encoded(tree=encoder.encode(obj, "", 0), tensors=encoder.tensors)
+    except RecursionError as error:
+        raise ConfigError("The state is nested too deeply for Python's stack: flatten it.") from error
 
 
 def decode(tree: object, tensors: Mapping[str, Tensor], *, weights_only: bool = True) -> Any:
@@ -78,7 +83,10 @@ def decode(tree: object, tensors: Mapping[str, Tensor], *, weights_only: bool = 
         CorruptCheckpointError: The tree refers to what is not there, or is malformed.
         ConfigError: A part needs unpickling that ``weights_only`` refuses.
     """
-    return _Decoder(tensors, weights_only).decode(tree, "", 0)
+    try:
+        return _Decoder(tensors, weights_only).decode(tree, "", 0)
+    except RecursionError as error:
+        raise CorruptCheckpointError("The state tree is nested too deeply for Python's stack.") from error
 
 
 class _Encoder:
@@ -91,42 +99,42 @@ class _Encoder:
 
     def encode(self, obj: object, path: str, depth: int) -> object:
         if depth > MAX_DEPTH:
-            raise ConfigError(f"The state is nested more than {MAX_DEPTH} levels deep at {path!r}: does it hold itself?")
-        writer = _WRITERS.get(type(obj))
-        if writer is not None:
-            return writer(self, obj, path, depth)
-        if isinstance(obj, pathlib.PurePath):
-            return {"$path": str(obj)}
-        if isinstance(obj, np.generic):
-            return {"$npscalar": [obj.dtype.str, base64.b64encode(obj.tobytes()).decode()]} if _simple(obj) else (
-                self.blob(obj, path)
+            raise ConfigError(
+                f"The state is nested more than {MAX_DEPTH} levels deep at {_shown(path)}: does it hold itself?"
             )
-        return self.blob(obj, path)
+        writer = _WRITERS.get(type(obj)) or next((w for base, w in _FAMILIES if isinstance(obj, base)), _write_blob)
+        return writer(self, obj, path, depth)
 
     def items(self, values: Any, path: str, depth: int) -> list[object]:
-        return [self.encode(value, f"{path}.{i}" if path else str(i), depth + 1) for i, value in enumerate(values)]
+        return [self.encode(value, _join(path, i), depth + 1) for i, value in enumerate(values)]
 
     def pairs(self, mapping: Mapping[Any, Any], path: str, depth: int) -> list[list[object]]:
         rows = []
         for key, value in mapping.items():
-            at = f"{path}.{key}" if path else str(key)
-            rows.append([self.encode(key, at, depth + 1), self.encode(value, at, depth + 1)])
+            at = _join(path, key)
+            rows.append([self.encode(key, f"{at}.$key", depth + 1), self.encode(value, at, depth + 1)])
         return rows
 
     def tensor(self, obj: Tensor, path: str) -> object:
         if not _storable(obj):
             return self.blob(obj, path)
+        if is_packed(obj.dtype):
+            return {"$bits": [self.place(obj.detach().view(torch.uint8), path), dtype_name(obj.dtype)]}
+        name = self.place(obj, path)
+        parameter = isinstance(obj, torch.nn.Parameter)
+        if _has_own_order(obj):
+            # Kernels walk memory, so a tensor whose memory is not row-major must come back as it was.
+            return {"$strided": [name, list(obj.stride()), obj.requires_grad if parameter else None]}
+        return {"$parameter": [name, obj.requires_grad]} if parameter else {"$tensor": name}
+
+    def place(self, obj: Tensor, path: str) -> str:
+        """The name under which a tensor is kept; the same for all that show the same memory."""
         key = _identity(obj)
         name = self._names.get(key)
         if name is None:
-            name = self._names[key] = self._name_of(obj, path)
-            if name in self.tensors:
-                raise ConfigError(f"Two different tensors were both named {name!r}: names must be unique.")
-            self.tensors[name] = obj.detach()
+            name = self._names[key] = self._add(obj.detach(), path, named=obj)
             self._keep.append(obj)
-        if isinstance(obj, torch.nn.Parameter):
-            return {"$parameter": [name, obj.requires_grad]}
-        return {"$tensor": name}
+        return name
 
     def array(self, obj: np.ndarray[Any, Any], path: str) -> object:
         if not _simple(obj):
@@ -136,21 +144,38 @@ class _Encoder:
         return {"$ndarray": [name, obj.dtype.str, list(obj.shape)]}
 
     def blob(self, obj: object, path: str) -> object:
+        kind = f"{type(obj).__module__}.{type(obj).__qualname__}"
         buffer = io.BytesIO()
-        torch.save(obj, buffer)
+        try:
+            torch.save(obj, buffer)
+        except Exception as error:  # pickling runs methods of the user's classes, which raise anything
+            raise ConfigError(
+                f"The value at {_shown(path)} of class {kind} cannot be saved ({error}): take it out of the state, or "
+                "replace it by plain values and tensors."
+            ) from error
         data = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-        return {"$blob": [self._add(data, path), f"{type(obj).__module__}.{type(obj).__qualname__}"]}
+        return {"$blob": [self._add(data, path), kind]}
 
-    def _add(self, data: Tensor, path: str) -> str:
-        name = self._name_of(data, path)
+    def _add(self, data: Tensor, path: str, *, named: Tensor | None = None) -> str:
+        name = self._name_of(data if named is None else named, path)
         if name in self.tensors:
             raise ConfigError(f"Two different tensors were both named {name!r}: names must be unique.")
         self.tensors[name] = data
         return name
 
 
+def _join(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _shown(path: str) -> str:
+    """A path for a message: the end tells where."""
+    return repr(path) if len(path) <= 200 else f"...{path[-200:]!r}"
+
+
 def _simple(value: Any) -> bool:
-    return not value.dtype.hasobject and value.dtype.fields is None
+    """Whether the dtype's short name tells all of it (extension types such as bfloat16 call themselves void)."""
+    return value.dtype.kind in "biufcmMSU"
 
 
 def _storable(tensor: Tensor) -> bool:
@@ -165,30 +190,53 @@ def _storable(tensor: Tensor) -> bool:
     )
 
 
+def _has_own_order(tensor: Tensor) -> bool:
+    """Dense memory in another order than row-major (channels-last and other permutations)."""
+    return not tensor.is_contiguous() and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
 def _identity(tensor: Tensor) -> object:
     if tensor.numel() == 0:
         return id(tensor)
-    place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset())
+    place = (str(tensor.device), tensor.untyped_storage().data_ptr(), tensor.storage_offset())
     return (*place, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
 def _write_float(_: _Encoder, obj: Any, path: str, depth: int) -> object:
     # JSON has no infinities and NaNs; Python's shortest repr brings every finite double back exactly.
-    return obj if math.isfinite(obj) else {"$float": repr(obj)}
+    return obj if math.isfinite(obj) else {"$float": _float_text(obj)}
+
+
+def _float_text(value: float) -> str:
+    # A NaN carries 52 bits of its own and a sign, which repr drops.
+    return f"nan:{struct.pack('>d', value).hex()}" if math.isnan(value) else repr(value)
+
+
+def _write_int(_: _Encoder, obj: Any, path: str, depth: int) -> object:
+    # Decimal text is limited to 4300 digits by Python and to 53 or 64 bits by other readers; hexadecimal is not.
+    return obj if -(1 << 63) <= obj < 1 << 63 else {"$int": hex(obj)}
+
+
+def _write_npscalar(encoder: _Encoder, obj: Any, path: str, depth: int) -> object:
+    if not _simple(obj):
+        return encoder.blob(obj, path)
+    return {"$npscalar": [obj.dtype.str, base64.b64encode(obj.tobytes()).decode()]}
+
+
+def _write_blob(encoder: _Encoder, obj: Any, path: str, depth: int) -> object:
+    return encoder.blob(obj, path)
 
 
 def _write_dict(encoder: _Encoder, obj: Any, path: str, depth: int) -> object:
     if all(type(key) is str for key in obj) and not any(key.startswith("$") for key in obj):
-        return {
-            key: encoder.encode(value, f"{path}.{key}" if path else key, depth + 1) for key, value in obj.items()
-        }
+        return {key: encoder.encode(value, _join(path, key), depth + 1) for key, value in obj.items()}
     return {"$dict": encoder.pairs(obj, path, depth)}
 
 
 def _write_ordered(encoder: _Encoder, obj: Any, path: str, depth: int) -> object:
     # Module.state_dict() hangs `_metadata` (module versions) on its OrderedDict.
     facts = getattr(obj, "_metadata", None)
-    return {"$ordered": [encoder.pairs(obj, path, depth), encoder.encode(facts, f"{path}._metadata", depth + 1)]}
+    return {"$ordered": [encoder.pairs(obj, path, depth), encoder.encode(facts, _join(path, "_metadata"), depth + 1)]}
 
 
 def _write_defaultdict(encoder: _Encoder, obj: Any, path: str, depth: int) -> object:
@@ -218,7 +266,10 @@ def _write_as(tag: str, convert: Callable[[Any], object]) -> _Writer:
 
 
 _Writer = Callable[[_Encoder, Any, str, int], object]
-_FACTORIES: dict[str, Callable[[], object] | None] = {"dict": dict, "list": list, "int": int, "float": float, "none": None}
+_FACTORIES: dict[str, Callable[[], object] | None] = {
+    "none": None,
+    **{kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)},
+}
 _FACTORY_NAMES = {factory: name for name, factory in _FACTORIES.items()}
 
 
@@ -229,10 +280,10 @@ def _same(_: _Encoder, obj: object, path: str, depth: int) -> object:
 _WRITERS: dict[type, _Writer] = {
     type(None): _same,
     bool: _same,
-    int: _same,
+    int: _write_int,
     str: _same,
     float: _write_float,
-    complex: _write_as("$complex", lambda z: [repr(z.real), repr(z.imag)]),
+    complex: _write_as("$complex", lambda z: [_float_text(z.real), _float_text(z.imag)]),
     bytes: _write_as("$bytes", lambda b: base64.b64encode(b).decode()),
     list: _write_list(None),
     tuple: _write_list("$tuple"),
@@ -255,38 +306,50 @@ _WRITERS: dict[type, _Writer] = {
 }
 
 
+# Of these every subclass is meant.
+_FAMILIES: tuple[tuple[type, _Writer], ...] = (
+    (pathlib.PurePath, _write_as("$path", str)),
+    (np.generic, _write_npscalar),
+)
+
+
 class _Decoder:
     def __init__(self, tensors: Mapping[str, Tensor], weights_only: bool) -> None:
         self._tensors = tensors
         self._weights_only = weights_only
-        self._parameters: dict[str, torch.nn.Parameter] = {}
+        self._parameters: dict[tuple[str, bool], torch.nn.Parameter] = {}
+        self._strided: dict[object, Tensor] = {}
 
     def decode(self, node: Any, path: str, depth: int) -> Any:
-        if depth > 2 * MAX_DEPTH:
-            raise CorruptCheckpointError(f"The state tree is nested too deeply at {path!r}.")
+        if depth > MAX_DEPTH:
+            raise CorruptCheckpointError(f"The state tree is nested too deeply at {_shown(path)}.")
         if isinstance(node, list):
-            return [self.decode(item, f"{path}.{i}", depth + 1) for i, item in enumerate(node)]
+            return self.items(node, path, depth + 1)
         if not isinstance(node, dict):
             return node
         tag = next(iter(node), "")
         if len(node) == 1 and tag.startswith("$"):
             return self._tagged(tag, node[tag], path, depth)
-        return {key: self.decode(value, f"{path}.{key}", depth + 1) for key, value in node.items()}
+        return {key: self.decode(value, _join(path, key), depth + 1) for key, value in node.items()}
 
     def _tagged(self, tag: str, body: Any, path: str, depth: int) -> Any:
         reader = _READERS.get(tag)
         if reader is None:
-            raise CorruptCheckpointError(f"The state tree has an unknown tag {tag!r} at {path!r}: it is damaged or newer.")
+            raise CorruptCheckpointError(
+                f"The state tree has an unknown tag {tag!r} at {_shown(path)}: it is damaged or newer."
+            )
         try:
             return reader(self, body, path, depth + 1)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise CorruptCheckpointError(f"The state tree is malformed at {path!r}: {error!r}.") from error
+        except (CheckpointError, RecursionError):
+            raise
+        except Exception as error:  # numpy, torch and struct each have their own ways to refuse a damaged value
+            raise CorruptCheckpointError(f"The state tree is malformed at {_shown(path)}: {error!r}.") from error
 
     def items(self, body: Any, path: str, depth: int) -> list[Any]:
-        return [self.decode(item, f"{path}.{i}", depth) for i, item in enumerate(body)]
+        return [self.decode(item, _join(path, i), depth) for i, item in enumerate(body)]
 
     def pairs(self, body: Any, path: str, depth: int) -> list[tuple[Any, Any]]:
-        return [(self.decode(k, path, depth), self.decode(v, f"{path}.{k}", depth)) for k, v in body]
+        return [(self.decode(k, _join(path, "$key"), depth), self.decode(v, _join(path, k), depth)) for k, v in body]
 
     def tensor(self, name: str) -> Tensor:
         if name not in self._tensors:
@@ -294,30 +357,58 @@ class _Decoder:
         return self._tensors[name]
 
     def parameter(self, name: str, requires_grad: bool) -> torch.nn.Parameter:
-        if name not in self._parameters:
-            self._parameters[name] = torch.nn.Parameter(self.tensor(name), requires_grad=bool(requires_grad))
-        return self._parameters[name]
+        key = (name, bool(requires_grad))
+        if key not in self._parameters:
+            self._parameters[key] = torch.nn.Parameter(self.tensor(name), requires_grad=bool(requires_grad))
+        return self._parameters[key]
+
+    def bits(self, name: str, dtype: str) -> Tensor:
+        return self.tensor(name).view(dtype_of_name(dtype))
+
+    def strided(self, name: str, stride: list[int], requires_grad: bool | None) -> Tensor:
+        key = (name, tuple(stride), requires_grad)
+        if key not in self._strided:
+            source = self.tensor(name)
+            if not _is_dense(source.shape, stride):
+                raise CorruptCheckpointError(f"Tensor {name!r} has strides {stride} that do not fit its shape.")
+            made = torch.empty_strided(tuple(source.shape), tuple(stride), dtype=source.dtype).copy_(source)
+            if requires_grad is not None:
+                made = torch.nn.Parameter(made, requires_grad=bool(requires_grad))
+            self._strided[key] = made
+        return self._strided[key]
 
     def array(self, name: str, dtype: str, shape: list[int]) -> Any:
         kind = np.dtype(dtype)
         if kind.hasobject:
             raise CorruptCheckpointError(f"Array {name!r} claims to hold objects: refused.")
-        return np.frombuffer(self.tensor(name).numpy().tobytes(), dtype=kind).reshape(shape).copy()
+        return _array_of(self.tensor(name).numpy().tobytes(), kind, shape)
 
     def blob(self, name: str, kind: str, path: str) -> Any:
         data = io.BytesIO(self.tensor(name).numpy().tobytes())
         try:
             return torch.load(data, map_location="cpu", weights_only=self._weights_only)
-        except Exception as error:
+        except Exception as error:  # whatever the bytes of a pickle make torch raise
             advice = "pass weights_only=False if you trust this checkpoint" if self._weights_only else "it is damaged"
-            raise ConfigError(f"The state at {path!r} is a pickled {kind} that could not be read: {advice}.") from error
+            raise ConfigError(
+                f"The state at {_shown(path)} is a pickled {kind} that could not be read: {advice}."
+            ) from error
+
+
+def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether strides visit every element of a block of memory exactly once."""
+    expected = 1
+    for size, step in sorted((pair for pair in zip(shape, stride, strict=True) if pair[0] != 1), key=lambda p: p[1]):
+        if step != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _ordered(decoder: _Decoder, body: Any, path: str, depth: int) -> Any:
     pairs, facts = body
     result = OrderedDict(decoder.pairs(pairs, path, depth))
     if facts is not None:
-        result._metadata = decoder.decode(facts, f"{path}._metadata", depth)  # type: ignore[attr-defined]
+        result._metadata = decoder.decode(facts, _join(path, "_metadata"), depth)  # type: ignore[attr-defined]
     return result
 
 
@@ -325,7 +416,31 @@ def _npscalar(_: _Decoder, body: Any, path: str, depth: int) -> Any:
     kind = np.dtype(body[0])
     if kind.hasobject:
         raise CorruptCheckpointError(f"A scalar at {path!r} claims to be an object: refused.")
-    return np.frombuffer(base64.b64decode(body[1]), dtype=kind)[0]
+    return _array_of(base64.b64decode(body[1]), kind, [])[()]
+
+
+def _array_of(data: bytes, kind: np.dtype[Any], shape: list[int]) -> Any:
+    # The empty string is a scalar whose items have no bytes; in an array numpy gives it one character.
+    if not kind.itemsize:
+        return np.ndarray((), kind, b"")
+    if len(data) != kind.itemsize * math.prod(shape):
+        raise ValueError(f"{len(data)} bytes for shape {shape} of {kind}")
+    return np.ndarray(tuple(shape), kind, bytearray(data) if data else None)
+
+
+def _float(text: str) -> float:
+    if text.startswith("nan:"):
+        return float(struct.unpack(">d", bytes.fromhex(text[4:]))[0])
+    return float(text)
+
+
+def _namespace(kind: Callable[[], Any]) -> _Reader:
+    def read(decoder: _Decoder, body: Any, path: str, depth: int) -> Any:
+        result = kind()
+        vars(result).update(decoder.pairs(body, path, depth))
+        return result
+
+    return read
 
 
 def _device(_: _Decoder, body: Any, path: str, depth: int) -> torch.device:
@@ -337,8 +452,9 @@ def _device(_: _Decoder, body: Any, path: str, depth: int) -> torch.device:
 
 _Reader = Callable[[_Decoder, Any, str, int], Any]
 _READERS: dict[str, _Reader] = {
-    "$float": lambda d, b, p, n: float(b),
-    "$complex": lambda d, b, p, n: complex(float(b[0]), float(b[1])),
+    "$int": lambda d, b, p, n: int(b, 16),
+    "$float": lambda d, b, p, n: _float(b),
+    "$complex": lambda d, b, p, n: complex(_float(b[0]), _float(b[1])),
     "$bytes": lambda d, b, p, n: base64.b64decode(b),
     "$tuple": lambda d, b, p, n: tuple(d.items(b, p, n)),
     "$size": lambda d, b, p, n: torch.Size(b),
@@ -348,7 +464,9 @@ _READERS: dict[str, _Reader] = {
     "$ordered": _ordered,
     "$defaultdict": lambda d, b, p, n: defaultdict(_FACTORIES[b[0]], d.pairs(b[1], p, n)),
     "$tensor": lambda d, b, p, n: d.tensor(b),
+    "$bits": lambda d, b, p, n: d.bits(b[0], b[1]),
     "$parameter": lambda d, b, p, n: d.parameter(b[0], b[1]),
+    "$strided": lambda d, b, p, n: d.strided(b[0], b[1], b[2]),
     "$ndarray": lambda d, b, p, n: d.array(b[0], b[1], b[2]),
     "$npscalar": _npscalar,
     "$dtype": lambda d, b, p, n: dtype_of_name(b),
@@ -357,7 +475,7 @@ _READERS: dict[str, _Reader] = {
     "$datetime": lambda d, b, p, n: datetime.datetime.fromisoformat(b),
     "$date": lambda d, b, p, n: datetime.date.fromisoformat(b),
     "$path": lambda d, b, p, n: pathlib.Path(b),
-    "$namespace": lambda d, b, p, n: Namespace(**dict(d.pairs(b, p, n))),
-    "$simplenamespace": lambda d, b, p, n: SimpleNamespace(**dict(d.pairs(b, p, n))),
+    "$namespace": _namespace(Namespace),
+    "$simplenamespace": _namespace(SimpleNamespace),
     "$blob": lambda d, b, p, n: d.blob(b[0], b[1], p),
 }

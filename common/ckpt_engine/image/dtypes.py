@@ -2,7 +2,7 @@
 
 safetensors knows most dtypes by name. The others are stored as their bytes (``U8`` with a trailing axis of the item
 size); the real dtype is then in the file's metadata under ``dtype.<name>``, so nothing is lost and every reader of the
-format still opens the file.
+format still opens the file. (Newer releases of the format have names for some of these, older readers do not.)
 
 Example:
     >>> import torch
@@ -40,14 +40,36 @@ _NAMED: dict[str, str] = {
     "int64": "I64",
     "uint64": "U64",
 }
-_STORED = {getattr(torch, name): code for name, code in _NAMED.items() if hasattr(torch, name)}
+_STORED: dict[torch.dtype, str] = {getattr(torch, name): code for name, code in _NAMED.items() if hasattr(torch, name)}
 _BY_CODE = {code: dtype for dtype, code in _STORED.items()}
+_QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+_PACKED = frozenset(
+    getattr(torch, f"{sign}int{bits}")
+    for sign in ("", "u")
+    for bits in range(1, 8)
+    if hasattr(torch, f"{sign}int{bits}")
+)
 RAW = "U8"
 
 
 def stored_as(dtype: torch.dtype) -> str | None:
     """The safetensors name of a dtype; None for one that is stored as bytes."""
     return _STORED.get(dtype)
+
+
+def is_quantized(dtype: torch.dtype) -> bool:
+    """Whether the elements mean nothing without a scale, which an image has no place for."""
+    return dtype in _QUANTIZED
+
+
+def is_packed(dtype: torch.dtype) -> bool:
+    """Whether torch has no kernel that copies this dtype (integers of 1 to 7 bits): copy its bytes instead.
+
+    Example:
+        >>> is_packed(torch.uint4), is_packed(torch.uint8)
+        (True, False)
+    """
+    return dtype in _PACKED
 
 
 def dtype_of_code(code: str) -> torch.dtype:

@@ -21,16 +21,27 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from ckpt_engine.errors import ConfigError, CorruptCheckpointError
-from ckpt_engine.image.dtypes import RAW, dtype_name, dtype_of_code, dtype_of_name, nbytes, stored_as
+from ckpt_engine.image.dtypes import (
+    RAW,
+    dtype_name,
+    dtype_of_code,
+    dtype_of_name,
+    is_quantized,
+    nbytes,
+    stored_as,
+)
 
 ALIGNMENT = 4096
-MAX_HEADER = 1 << 30
+# What the safetensors library accepts.
+MAX_HEADER = 100_000_000
+MAX_DIMS = 64
+_DTYPE = "dtype."
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +88,16 @@ class Layout:
     def build(cls, specs: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None) -> Layout:
         """Lay tensors out: item size descending, then the order given.
 
+        Args:
+            specs: The tensors.
+            metadata: Strings for the header's ``__metadata__``; keys that start with ``dtype.`` are taken.
+
         Raises:
-            ConfigError: Two tensors have one name, or a name is reserved.
+            ConfigError: Two tensors have one name, a name or key is reserved or no text, a dtype has no plain bits, or
+                there are so many tensors that no reader would take the header.
         """
-        _check_names(specs)
+        _check_specs(specs)
+        _check_metadata(metadata or {})
         ordered = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
         facts = {**(metadata or {})}
         rows: dict[str, Any] = {}
@@ -89,7 +106,7 @@ class Layout:
         for spec in ordered:
             code, shape = stored_as(spec.dtype), list(spec.shape)
             if code is None:
-                facts[f"dtype.{spec.name}"] = dtype_name(spec.dtype)
+                facts[f"{_DTYPE}{spec.name}"] = dtype_name(spec.dtype)
                 code, shape = RAW, [*shape, spec.dtype.itemsize]
             rows[spec.name] = {"dtype": code, "shape": shape, "data_offsets": [offset, offset + spec.nbytes]}
             places[spec.name] = (offset, spec.nbytes)
@@ -136,15 +153,16 @@ class Layout:
         """View the tensors inside a buffer that holds the file.
 
         Args:
-            buffer: uint8, one-dimensional, at least ``total_bytes`` long.
+            buffer: uint8, one-dimensional, contiguous, at least ``total_bytes`` long.
 
         Raises:
-            ConfigError: The buffer is too small or of another dtype.
+            ConfigError: The buffer is too small, not flat or of another dtype.
         """
-        if buffer.dtype is not torch.uint8 or buffer.dim() != 1 or buffer.numel() < self.total_bytes:
+        flat = buffer.dtype is torch.uint8 and buffer.dim() == 1 and buffer.is_contiguous()
+        if not flat or buffer.numel() < self.total_bytes:
             raise ConfigError(
                 f"An image of {self.total_bytes} bytes needs a flat uint8 buffer of at least that size, not "
-                f"{buffer.numel()} elements of {buffer.dtype}."
+                f"{tuple(buffer.shape)} elements of {buffer.dtype}: allocate a HostBuffer of that size."
             )
         return {spec.name: self._view(buffer, spec) for spec in self.specs}
 
@@ -159,26 +177,51 @@ class Layout:
         return flat.view(spec.dtype).view(spec.shape)
 
 
-def _check_names(specs: Sequence[TensorSpec]) -> None:
+def _check_specs(specs: Sequence[TensorSpec]) -> None:
     seen: set[str] = set()
     for spec in specs:
         if spec.name in seen or spec.name == "__metadata__":
             raise ConfigError(f"Two tensors are named {spec.name!r}, or the name is reserved: rename one.")
         seen.add(spec.name)
+        if is_quantized(spec.dtype):
+            raise ConfigError(f"Tensor {spec.name!r} is {spec.dtype}, which needs its scale: dequantize it first.")
+        if len(spec.shape) > MAX_DIMS or any(size < 0 for size in spec.shape):
+            raise ConfigError(
+                f"Tensor {spec.name!r} has the impossible shape {tuple(spec.shape)}: give a tensor's own."
+            )
+
+
+def _check_metadata(metadata: Mapping[str, str]) -> None:
+    for key, value in metadata.items():
+        if not isinstance(key, str) or not isinstance(value, str) or key.startswith(_DTYPE):
+            raise ConfigError(
+                f"Metadata {key!r}: {value!r} is refused: keys and values are strings, and keys that start with "
+                f"{_DTYPE!r} are taken. Rename the key or convert the value."
+            )
 
 
 def _encode_header(rows: Mapping[str, Any]) -> bytes:
-    text = json.dumps(rows, separators=(",", ":"), ensure_ascii=False).encode()
+    try:
+        text = json.dumps(rows, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"A tensor name or metadata value is no valid text ({error}): rename it.") from error
     total = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT
+    if total - 8 > MAX_HEADER:
+        raise ConfigError(
+            f"{len(rows)} entries make a header of {total} bytes and readers take {MAX_HEADER}: spread them over files."
+        )
     return (total - 8).to_bytes(8, "little") + text.ljust(total - 8)
 
 
 def _decode_header(header: bytes) -> dict[str, Any]:
     length = int.from_bytes(header[:8], "little")
     if len(header) < 8 or length > MAX_HEADER or len(header) < 8 + length:
-        raise CorruptCheckpointError(f"The header declares {length} bytes and {max(0, len(header) - 8)} are there.")
+        raise CorruptCheckpointError(
+            f"The header declares {length} bytes, of which {max(0, len(header) - 8)} are there; "
+            f"{MAX_HEADER} are allowed."
+        )
     try:
-        rows = json.loads(header[8 : 8 + length], object_pairs_hook=_unique)
+        rows = json.loads(header[8 : 8 + length].decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"The header is no JSON: {error}.") from error
     if not isinstance(rows, dict):
@@ -194,18 +237,30 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse_row(name: str, row: object, facts: Mapping[str, str]) -> tuple[TensorSpec, int, int]:
-    try:
-        assert isinstance(row, dict)
-        code, shape, (low, high) = row["dtype"], row["shape"], row["data_offsets"]
-        numbers = [*shape, low, high]
-        assert all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
-        assert isinstance(code, str)
-    except (AssertionError, KeyError, TypeError, ValueError) as error:
-        raise CorruptCheckpointError(f"The header's entry for tensor {name!r} is malformed.") from error
-    real = facts.get(f"dtype.{name}")
+    code, shape, low, high = _fields(name, row)
+    real = facts.get(f"{_DTYPE}{name}")
     if real is None:
         return TensorSpec(name, dtype_of_code(code), tuple(shape)), low, high
     dtype = dtype_of_name(real)
-    if code != RAW or not shape or shape[-1] != dtype.itemsize:
+    if is_quantized(dtype) or code != RAW or not shape or shape[-1] != dtype.itemsize:
         raise CorruptCheckpointError(f"Tensor {name!r} of dtype {real} is not stored as its bytes.")
     return TensorSpec(name, dtype, tuple(shape[:-1])), low, high
+
+
+def _fields(name: str, row: object) -> tuple[str, list[int], int, int]:
+    """Dtype name, shape and range of one entry, each checked: nothing in a damaged header may reach torch."""
+    values = (row.get("dtype"), row.get("shape"), row.get("data_offsets")) if isinstance(row, dict) else (None,) * 3
+    code, shape, span = values
+    if (
+        isinstance(code, str)
+        and _are_counts(shape)
+        and len(shape) <= MAX_DIMS + 1
+        and _are_counts(span)
+        and len(span) == 2
+    ):
+        return code, shape, span[0], span[1]
+    raise CorruptCheckpointError(f"The header's entry for tensor {name!r} is malformed.")
+
+
+def _are_counts(values: object) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 62 for value in values)

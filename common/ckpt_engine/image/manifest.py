@@ -18,16 +18,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
-from ckpt_engine.errors import CorruptCheckpointError
+from ckpt_engine.errors import ConfigError, CorruptCheckpointError
 from ckpt_engine.image.checksum import digest
 
 FORMAT_VERSION = 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
-_Record = TypeVar("_Record", "FileRecord", "TensorRecord")
+_Record = TypeVar("_Record")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,10 +86,11 @@ class TensorRecord:
     def __post_init__(self) -> None:
         numbers = (*self.shape, *self.global_shape, *self.box_offset, self.offset, self.nbytes)
         _require(all(_is_count(number) for number in numbers), f"tensor {self.name!r} has an impossible place")
+        named = isinstance(self.name, str) and isinstance(self.dtype, str) and isinstance(self.file, str)
+        _require(named, f"tensor {self.name!r} lacks a name, a dtype or a file")
         same = len(self.shape) == len(self.global_shape) == len(self.box_offset)
         inside = same and all(
-            low + size <= whole
-            for low, size, whole in zip(self.box_offset, self.shape, self.global_shape, strict=True)
+            low + size <= whole for low, size, whole in zip(self.box_offset, self.shape, self.global_shape, strict=True)
         )
         _require(inside, f"tensor {self.name!r} has a box outside its global shape")
 
@@ -123,6 +124,10 @@ class Manifest:
     meta: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        whole = _is_count(self.step) and _is_count(self.world_size) and self.world_size > 0
+        _require(whole, f"step {self.step!r} or world size {self.world_size!r} is impossible")
+        _require(isinstance(self.save_id, str) and self.save_id != "", "it has no save_id")
+        _require(type(self.created) in (int, float), f"its time {self.created!r} is no number")
         names = [record.name for record in self.files]
         _require(len(set(names)) == len(names), "two files have one name")
         sizes = {record.name: record.size for record in self.files}
@@ -131,8 +136,23 @@ class Manifest:
             _require(inside, f"tensor {tensor.name!r} lies outside file {tensor.file!r}")
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON with the digest of itself."""
-        payload = asdict(self)
+        """Canonical JSON with the digest of itself.
+
+        In ``window``, ``audit`` and ``meta`` tuples become lists and keys that are no strings become strings.
+
+        Raises:
+            ConfigError: One of these holds what JSON cannot say.
+        """
+        payload = _facts(self)
+        payload["files"] = [_facts(record) for record in self.files]
+        payload["tensors"] = [_facts(record) for record in self.tensors]
+        try:
+            # Once through JSON: only then are keys strings, and sorted as they will be when this is read.
+            payload = json.loads(json.dumps(payload))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"The facts for the manifest are no JSON ({error}): give meta only strings, numbers, lists and dicts."
+            ) from error
         return _canonical({**payload, "xxh3": digest(memoryview(_canonical(payload)))})
 
     @classmethod
@@ -155,15 +175,19 @@ class Manifest:
             payload["files"] = tuple(_record(FileRecord, row) for row in payload["files"])
             payload["tensors"] = tuple(_record(TensorRecord, row) for row in payload["tensors"])
             return cls(**payload)
-        except (KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError) as error:
             raise CorruptCheckpointError(f"The manifest lacks a field or has one too many: {error}.") from error
 
 
 def _record(kind: type[_Record], row: Mapping[str, Any]) -> _Record:
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
-    unknown = values.keys() - {f.name for f in fields(kind)}
+    unknown = values.keys() - {f.name for f in fields(kind)}  # type: ignore[arg-type]
     _require(not unknown, f"a record has unknown fields {sorted(unknown)}")
     return kind(**values)
+
+
+def _facts(record: object) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in type(record).__slots__}  # type: ignore[attr-defined]
 
 
 def _canonical(payload: Mapping[str, Any]) -> bytes:
@@ -187,5 +211,3 @@ def _is_count(value: object) -> bool:
 def _require(condition: bool, problem: str) -> None:
     if not condition:
         raise CorruptCheckpointError(f"The manifest is invalid: {problem}.")
-
-

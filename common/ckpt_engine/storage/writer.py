@@ -82,12 +82,12 @@ def save_failed(path: str, needed: int, error: BaseException) -> SaveFailedError
     number = error.errno if isinstance(error, OSError) else None
     if number in _NO_SPACE:
         return SaveFailedError(
-            f"No space to write {path}: it needs {needed:,} bytes and {_free(path)}. "
+            f"No space to write {path}: it needs {_bytes(needed)} and {_free(path)}. "
             "Free space, raise the quota or file-size limit, or keep fewer checkpoints."
         )
     if isinstance(error, FileExistsError):
         return SaveFailedError(f"{path} exists already and is never written into; save under another name.")
-    return SaveFailedError(f"Writing {path} ({needed:,} bytes) failed: {error}. Check the storage and its rights.")
+    return SaveFailedError(f"Writing {path} ({_bytes(needed)}) failed: {error}. Check the storage and its rights.")
 
 
 def _flat(memory: memoryview) -> memoryview:
@@ -133,6 +133,10 @@ def _is_direct(fd: int) -> bool:
 def _leave_direct(fd: int) -> None:
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~_O_DIRECT)
+
+
+def _bytes(needed: int) -> str:
+    return f"{needed:,} bytes" if needed else "a few kilobytes"
 
 
 def _free(path: str) -> str:
