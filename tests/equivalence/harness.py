@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -89,6 +91,8 @@ class Run:
 
     def __init__(self, recipe: Recipe) -> None:
         torch.manual_seed(7)
+        random.seed(7)
+        np.random.seed(7)
         self.recipe = recipe
         dtype = {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(recipe.precision, torch.float32)
         # LBFGS itself takes only row-major gradients.
