@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning_ckpt import OverlappedCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
+
+from lightning_ckpt import OverlappedCheckpoint
 
 VOCABULARY = 256
 
@@ -40,8 +41,8 @@ def standard_library(nbytes: int) -> bytes:
     raise SystemExit(f"{root} holds only {len(text)} bytes of Python: ask for fewer with --text-bytes.")
 
 
-class Windows(Dataset[Tensor]):
-    """A text cut into windows of ``context + 1`` bytes: the input and, one byte on, the target."""
+class Chunks(Dataset[Tensor]):
+    """A text cut into chunks of ``context + 1`` bytes: the input and, one byte on, the target."""
 
     def __init__(self, text: bytes, context: int) -> None:
         self.bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -73,7 +74,8 @@ class Block(nn.Module):
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        return self.out(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
 
 
 class ByteGPT(LightningModule):
@@ -104,7 +106,8 @@ class ByteGPT(LightningModule):
 
     def forward(self, tokens: Tensor) -> Tensor:
         places = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.head(self.norm(self.blocks(self.embed(tokens) + self.position(places))))  # type: ignore[no-any-return]
+        logits: Tensor = self.head(self.norm(self.blocks(self.embed(tokens) + self.position(places))))
+        return logits
 
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
         loss = F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
@@ -148,7 +151,7 @@ def train(options: argparse.Namespace, callbacks: Sequence[Callback] = ()) -> Tr
     """Train to ``options.max_steps``, from the newest complete checkpoint if there is one."""
     seed_everything(options.seed, verbose=False)
     text = standard_library(options.text_bytes)
-    loader = DataLoader(Windows(text, options.context), batch_size=options.batch_size, shuffle=True)
+    loader = DataLoader(Chunks(text, options.context), batch_size=options.batch_size, shuffle=True)
     model = ByteGPT(
         context=options.context, width=options.width, layers=options.layers, max_steps=options.max_steps
     )

@@ -88,9 +88,7 @@ class CheckpointConfig:
                 "drop window_steps or use mode='multi_step'."
             )
         if steps > self.max_window_steps:
-            raise ConfigError(
-                f"window_steps={steps} is above max_window_steps={self.max_window_steps}: change either."
-            )
+            raise ConfigError(f"window_steps={steps} is above max_window_steps={self.max_window_steps}: change either.")
 
 
 def _one_of(field: str, value: object, allowed: tuple[str, ...], what: str) -> None:

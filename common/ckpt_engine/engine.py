@@ -236,7 +236,8 @@ class Engine:
         destination: str,
         state: Mapping[str, object],
         *,
-        step: int,
+        step: int | None,
+        recorded_step: int | None = None,
         meta: Mapping[str, object] | None = None,
         on_commit: Callable[[SaveRecord], None] | None = None,
     ) -> SaveHandle:
@@ -249,7 +250,9 @@ class Engine:
         Args:
             destination: Directory or URL of the checkpoint; an existing one is replaced atomically.
             state: Nested state dict; live tensors are expected in it, by reference.
-            step: The step it represents.
+            step: The round it represents, in the numbering of :meth:`step_end`; None for a state outside it, which is
+                copied directly.
+            recorded_step: The step that the manifest names, where the caller's own counting differs from rounds.
             meta: JSON-able facts for the manifest.
             on_commit: Called on the persist thread once the checkpoint is durable.
 
@@ -258,7 +261,8 @@ class Engine:
                 ``on_failure="raise"``, also that the save itself failed.
         """
         start = self._clock()
-        handle = SaveHandle(destination, step)
+        recorded = recorded_step if recorded_step is not None else step or 0
+        handle = SaveHandle(destination, recorded)
         prepared = prepare(
             state,
             image=self._sealed_image(step),
@@ -269,7 +273,7 @@ class Engine:
         self._extra_peak = max(self._extra_peak, sum(t.nbytes for t in prepared.extras.values()))
         request = SaveRequest(
             destination=destination,
-            step=step,
+            step=recorded,
             tree=prepared.tree,
             extras=prepared.extras,
             meta=meta or {},
@@ -303,10 +307,18 @@ class Engine:
         Raises:
             SaveTimeoutError: Work was left after ``timeout`` seconds (default: ``save_timeout_s``).
         """
+        self.drain(timeout)
+        return self._queue.take_failures()
+
+    def drain(self, timeout: float | None = None) -> None:
+        """Wait until all background work is done; failures stay to be reported by :meth:`step_end` or :meth:`wait`.
+
+        Raises:
+            SaveTimeoutError: Work was left after ``timeout`` seconds (default: ``save_timeout_s``).
+        """
         bound = self.config.save_timeout_s if timeout is None else timeout
         self._replay.drain(bound)
         self._persist.drain(bound)
-        return self._queue.take_failures()
 
     def close(self, timeout: float | None = None) -> list[SaveFailedError]:
         """Settle, wait, stop the threads and free host memory; returns failures not reported yet."""
@@ -332,6 +344,11 @@ class Engine:
         }
 
     @property
+    def updating(self) -> bool:
+        """Whether an optimizer is in the middle of an update: parameters may be half written."""
+        return self._watcher is not None and self._watcher.updating
+
+    @property
     def window(self) -> Window | None:
         """The open window, if any."""
         return self._windows.window
@@ -344,8 +361,8 @@ class Engine:
         if not self._windows.maybe_open(self._step, self._target):
             self._target = None
 
-    def _sealed_image(self, step: int) -> Image | None:
-        if self._in_round or self._step != step:
+    def _sealed_image(self, step: int | None) -> Image | None:
+        if self._in_round or step is None or self._step != step:
             return None
         if self._watcher is not None and self._watcher.params_changed():
             self.cancel()

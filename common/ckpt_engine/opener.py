@@ -156,4 +156,3 @@ class Opener:
         if text != self._last_plan:
             self._last_plan = text
             logger.info("checkpoint window: %s", text)
-

@@ -206,9 +206,7 @@ class SaveQueue:
         self.replay.drain(self.timeout)
         return image.window.result().to_dict()
 
-    def _write(
-        self, image: Image, request: SaveRequest, audit: dict[str, object], start: float
-    ) -> SaveRecord:
+    def _write(self, image: Image, request: SaveRequest, audit: dict[str, object], start: float) -> SaveRecord:
         save_id = uuid.uuid4().hex
         transaction = Transaction(request.destination, save_id=save_id, direct_io=self.direct_io)
         transaction.begin()

@@ -52,6 +52,11 @@ class Watcher:
         for tap in self._taps:
             tap.abandon()
 
+    @property
+    def updating(self) -> bool:
+        """Whether some optimizer has announced an update and not finished it."""
+        return any(tap.updating for tap in self._taps)
+
     def remove(self) -> None:
         """Take all hooks off."""
         for tap in self._taps:

@@ -213,9 +213,9 @@ def test_other_views_of_the_same_memory_are_tensors_of_their_own() -> None:
 
 
 def test_empty_tensors_at_the_same_address_are_not_tied() -> None:
-    encoded = encode([torch.empty(0), torch.empty(0, 3), torch.empty(0, dtype=torch.int8)], by_path)
+    encoded = encode([torch.empty(0), torch.empty(0), torch.empty(0, 3)], by_path)
     assert len(encoded.tensors) == 3
-    assert [tuple(t.shape) for t in decode(*stored(encoded))] == [(0,), (0, 3), (0,)]
+    assert [tuple(t.shape) for t in decode(*stored(encoded))] == [(0,), (0,), (0, 3)]
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])

@@ -73,9 +73,7 @@ class AuditResult:
         }
 
 
-def take_samples(
-    units: Sequence[Unit], optimizers: Sequence[Optimizer], *, kind: str, seed: int
-) -> list[Sample]:
+def take_samples(units: Sequence[Unit], optimizers: Sequence[Optimizer], *, kind: str, seed: int) -> list[Sample]:
     """Copy live values of ``units`` for a later comparison.
 
     Args:
@@ -113,9 +111,7 @@ def _sample(name: str, tensor: Tensor, low: int, high: int) -> Sample:
     count = tensor.numel()
     span = (low, high) if high <= count else (0, min(count, max(1, high - low)))
     flat = tensor.reshape(-1)[span[0] : span[1]] if tensor.is_contiguous() else _gather(tensor, *span)
-    return Sample(
-        name=name, low=span[0], values=flat.to("cpu", copy=True), exact=tensor.device.type == "cpu"
-    )
+    return Sample(name=name, low=span[0], values=flat.to("cpu", copy=True), exact=tensor.device.type == "cpu")
 
 
 def _gather(tensor: Tensor, low: int, high: int) -> Tensor:

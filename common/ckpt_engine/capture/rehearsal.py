@@ -62,15 +62,11 @@ def end_rehearsal(rehearsal: Rehearsal, optimizer: Optimizer, *, rtol: float) ->
         live = {unit.name(): unit.tensor} | {
             unit.name(key): value for key, value in state_tensors(optimizer, unit.tensor).items()
         }
-        copies = {unit.name(): captured.parameter} | {
-            unit.name(key): value for key, value in captured.state.items()
-        }
+        copies = {unit.name(): captured.parameter} | {unit.name(key): value for key, value in captured.state.items()}
         for name in live.keys() & copies.keys():
             part = _slice(live[name].detach(), block)
             exact = part.device.type == "cpu"
-            samples.append(
-                Sample(name=name, low=0, values=part.to("cpu", copy=True).reshape(-1), exact=exact)
-            )
+            samples.append(Sample(name=name, low=0, values=part.to("cpu", copy=True).reshape(-1), exact=exact))
             image[name] = copies[name].reshape(-1)
     return compare(samples, image, kind="rehearsal", rtol=rtol)
 

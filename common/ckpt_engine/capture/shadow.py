@@ -64,10 +64,7 @@ class LogEntry:
 
 def hyper_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Copy the hyper-parameters of every group, tensors included."""
-    return [
-        {key: _host(value) for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
+    return [{key: _host(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
 def _host(value: Any) -> Any:
@@ -225,4 +222,3 @@ def dense_like(buffer: Tensor, like: Tensor) -> Tensor:
     if torch.empty_like(like, device="meta").stride() != stride:
         return flat.view(like.shape)
     return flat.as_strided(tuple(like.shape), stride)
-

@@ -81,6 +81,11 @@ class OptimizerTap:
             self.optimizer.register_step_post_hook(self._post_hook),
         )
 
+    @property
+    def updating(self) -> bool:
+        """Whether the update has been announced and has not returned."""
+        return self._depth > 0 and self._announced
+
     def remove(self) -> None:
         """Take the hooks off the optimizer."""
         for hook in self._hooks:
@@ -130,6 +135,7 @@ class OptimizerTap:
             return
         self._depth -= 1
         if self._depth == 0 and self._announced:
+            self._announced = False
             self._after(self)
 
     def abandon(self) -> None:

@@ -36,9 +36,7 @@ _SLICE = (
     torch.optim.ASGD,
     torch.optim.Rprop,
 )
-_WHOLE = tuple(
-    getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)
-)
+_WHOLE = tuple(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name))
 # Their for-loop and foreach kernels round alike in 32 and 64 bits; those of NAdam, RAdam and ASGD do not.
 _ONE_ROUNDING = (
     torch.optim.SGD,
@@ -94,9 +92,7 @@ def traits_of(optimizer: Optimizer) -> Traits:
             loops_like_foreach=_owns(step, _ONE_ROUNDING) and _in_full_precision(optimizer),
             keeps_grad=_keeps_grad(optimizer),
         )
-    return Traits(
-        grain="whole", proven=_owns(step, _WHOLE), fused=fused, loops_like_foreach=False, keeps_grad=False
-    )
+    return Traits(grain="whole", proven=_owns(step, _WHOLE), fused=fused, loops_like_foreach=False, keeps_grad=False)
 
 
 def _owns(step: object, classes: tuple[type[Optimizer], ...]) -> bool:
@@ -104,9 +100,7 @@ def _owns(step: object, classes: tuple[type[Optimizer], ...]) -> bool:
 
 
 def _never(reason: str) -> Traits:
-    return Traits(
-        grain="never", proven=False, fused=False, loops_like_foreach=False, keeps_grad=False, reason=reason
-    )
+    return Traits(grain="never", proven=False, fused=False, loops_like_foreach=False, keeps_grad=False, reason=reason)
 
 
 def _in_full_precision(optimizer: Optimizer) -> bool:

@@ -223,7 +223,5 @@ def image_specs(units: Sequence[Unit], optimizers: Sequence[Optimizer]) -> list[
         specs.append(TensorSpec(unit.name(), unit.tensor.dtype, tuple(unit.tensor.shape)))
         if not unit.is_static:
             state = state_tensors(optimizers[unit.optimizer], unit.tensor)
-            specs += [
-                TensorSpec(unit.name(key), state[key].dtype, tuple(state[key].shape)) for key in unit.state_keys
-            ]
+            specs += [TensorSpec(unit.name(key), state[key].dtype, tuple(state[key].shape)) for key in unit.state_keys]
     return specs

@@ -159,9 +159,7 @@ class Window:
         if self._verify and self._held:
             self._compare_all()
         config = self._context.config
-        self._samples = take_samples(
-            self._optimized(), self._context.optimizers, kind=config.audit, seed=self.target
-        )
+        self._samples = take_samples(self._optimized(), self._context.optimizers, kind=config.audit, seed=self.target)
 
     def _compare_all(self) -> None:
         """Look at every replayed element once per run: a loop that writes through `.data` shows here."""
@@ -192,9 +190,7 @@ class Window:
 
     def owned(self) -> dict[ViewKey, str]:
         """Image name of every live tensor that the image holds."""
-        return {
-            view_key(tensor): name for unit in self.units for name, tensor in self._copier.owned(unit).items()
-        }
+        return {view_key(tensor): name for unit in self.units for name, tensor in self._copier.owned(unit).items()}
 
     def result(self) -> AuditResult:
         """The audit of the finished image; call after the replay thread has been drained.

@@ -56,4 +56,6 @@ def append_record(path: str, record: SaveRecord) -> None:
         with open(path, "a", encoding="utf-8") as file:
             file.write(line)
     except OSError as error:
-        raise ConfigError(f"metrics_path={path!r} cannot be written ({error}): give a file in a folder that exists.") from error
+        raise ConfigError(
+            f"metrics_path={path!r} cannot be written ({error}): give a file in a folder that exists."
+        ) from error

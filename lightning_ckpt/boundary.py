@@ -1,0 +1,74 @@
+"""The boundary between two training batches, which Lightning has no hook for.
+
+``on_train_batch_end`` comes before validation, before schedulers that follow a metric, and before the module's own hook;
+at an epoch's end even more follows. A checkpoint written there loses those steps on resume. The boundary announced here
+is the last moment before the next batch is fetched: nothing of the finished batch (or epoch) is left to do.
+
+Two methods of Lightning's training loop are wrapped on the instance for this; ``tests/unit/test_boundary.py`` holds the
+order of events that is relied on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_ckpt.loader_position import unwatch, watch
+
+
+class Boundary:
+    """Calls back between batches and before the first batch of a run.
+
+    Args:
+        trainer: The trainer whose loop is watched.
+        between: Called after each batch that is not the last of its epoch, when everything of it is done.
+        before_first: Called once, with the data fetcher, right before the first batch of a run is fetched.
+    """
+
+    def __init__(self, trainer: Trainer, between: Callable[[], None], before_first: Callable[[Any], None]) -> None:
+        self._trainer = trainer
+        self._between = between
+        self._before_first = before_first
+        self._first = True
+        self._originals: dict[tuple[Any, str], Any] = {}
+        loop = trainer.fit_loop
+        self._wrap(loop.epoch_loop, "advance", self._advance)
+        self._wrap(loop.epoch_loop, "on_advance_end", self._on_advance_end)
+        self._wrap(loop, "_load_combined_loader_states", self._load_states)
+
+    def remove(self) -> None:
+        """Put Lightning's methods back."""
+        for owner, name in self._originals:
+            owner.__dict__.pop(name, None)
+        self._originals.clear()
+        loader = self._trainer.fit_loop._combined_loader
+        if loader is not None:
+            unwatch(loader.flattened)
+
+    def _wrap(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        self._originals[owner, name] = getattr(owner, name)
+        setattr(owner, name, replacement)
+
+    def _original(self, owner: Any, name: str) -> Callable[..., Any]:
+        original: Callable[..., Any] = self._originals[owner, name]
+        return original
+
+    def _advance(self, data_fetcher: Any) -> None:
+        if self._first:
+            self._first = False
+            self._before_first(data_fetcher)
+        self._original(self._trainer.fit_loop.epoch_loop, "advance")(data_fetcher)
+
+    def _on_advance_end(self, data_fetcher: Any) -> None:
+        epoch_loop = self._trainer.fit_loop.epoch_loop
+        self._original(epoch_loop, "on_advance_end")(data_fetcher)
+        if not epoch_loop._num_ready_batches_reached():
+            self._between()
+
+    def _load_states(self) -> None:
+        loop = self._trainer.fit_loop
+        self._original(loop, "_load_combined_loader_states")()
+        if loop._combined_loader is not None:
+            watch(loop._combined_loader.flattened)

@@ -1,0 +1,114 @@
+"""Puts back what :mod:`lightning_ckpt.carried` collected, at the moments when Lightning will not overwrite it again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckpt_engine.capture.rng import set_rng_state
+from ckpt_engine.capture.tap import unwrap
+from ckpt_engine.restore.optimizer import restore_dtypes
+from lightning.pytorch import Trainer
+
+from lightning_ckpt.carried import add_running_metrics, restore_gradients
+from lightning_ckpt.loader_position import is_stateful, resume
+
+
+class Resume:
+    """One resumption.
+
+    Args:
+        carried: What was collected at the boundary that the checkpoint represents.
+        optimizer_states: The checkpoint's optimizer states, to undo torch's casts.
+    """
+
+    def __init__(self, carried: Mapping[str, Any], optimizer_states: Sequence[Mapping[str, Any]]) -> None:
+        self.moment = str(carried["moment"])
+        self._carried = carried
+        self._optimizer_states = optimizer_states
+        self._running = dict(carried.get("running_metrics", {}))
+        self._rng_is_set = False
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """State that nothing touches any more: optimizer dtypes, accumulated gradients, metrics of earlier epochs."""
+        for optimizer, state in zip(trainer.optimizers, self._optimizer_states, strict=False):
+            restore_dtypes(unwrap(optimizer), state)
+        restore_gradients(trainer, self._carried.get("gradients", {}))
+        trainer._logger_connector._callback_metrics.update(self._carried.get("callback_metrics", {}))
+        self._optimizer_states = []
+
+    def on_epoch_start(self, trainer: Trainer) -> None:
+        """A checkpoint between epochs: the coming one starts like any other, with its own iterators and hooks."""
+        if self.moment != "epoch" or self._rng_is_set:
+            return
+        _go_on_normally(trainer)
+        trainer.fit_loop._resuming_from_checkpoint = False
+        self._set_rng()
+
+    def before_first(self, trainer: Trainer, data_fetcher: Any) -> None:
+        """A checkpoint within an epoch: the loaders continue where they were."""
+        if self._rng_is_set:
+            return
+        loop = trainer.fit_loop
+        assert loop._combined_loader is not None
+        loaders = loop._combined_loader.flattened
+        delivered = loop.epoch_loop.batch_progress.current.ready
+        if self.moment == "batch":
+            self._continue_loaders(trainer, data_fetcher, loaders, delivered)
+            _go_on_normally(trainer)
+        self._set_rng()
+
+    def on_train_batch_end(self, trainer: Trainer) -> None:
+        """Metrics of the resumed epoch exist from its first batch on."""
+        if self._running:
+            add_running_metrics(trainer, self._running)
+
+    def on_train_epoch_end(self) -> None:
+        """Sums of this epoch have no place in the next."""
+        self._running.clear()
+
+    def _continue_loaders(self, trainer: Trainer, data_fetcher: Any, loaders: list[Any], delivered: int) -> None:
+        loop = trainer.fit_loop
+        again = resume(loaders, self._carried["loaders"])
+        if loop._combined_loader_states_to_load and any(is_stateful(loader) for loader in loaders):
+            # The loaders were made before their states were known (`estimated_stepping_batches` makes them).
+            assert loop._combined_loader is not None
+            loop._combined_loader._load_state_dicts(loop._combined_loader_states_to_load)
+            loop._combined_loader_states_to_load = []
+            again = True
+        plain = [record for record in self._carried["loaders"] if record["kind"] == "plain"]
+        if again or plain:
+            iter(data_fetcher)
+            self._align(data_fetcher, loaders, delivered)
+        if plain:
+            self._skip_by_fetching(data_fetcher, delivered)
+        data_fetcher.fetched = max(data_fetcher.fetched, delivered)
+
+    def _align(self, data_fetcher: Any, loaders: list[Any], delivered: int) -> None:
+        modes = data_fetcher.combined_loader._iterator
+        modes._idx = delivered
+        if hasattr(modes, "_consumed"):
+            modes._consumed = [record.get("iterations", 1) > 1 for record in self._carried["loaders"]]
+
+    def _skip_by_fetching(self, data_fetcher: Any, delivered: int) -> None:
+        # Nothing else is known to advance an iterable without a state of its own.
+        iterators = data_fetcher.combined_loader._iterator.iterators
+        prefetched = len(getattr(data_fetcher, "batches", []))
+        for iterator, record in zip(iterators, self._carried["loaders"], strict=True):
+            if record["kind"] == "plain":
+                for _ in range(delivered - prefetched):
+                    next(iterator, None)
+        if prefetched:
+            data_fetcher.batches = [next(data_fetcher.iterator)]
+
+    def _set_rng(self) -> None:
+        self._rng_is_set = True
+        set_rng_state(self._carried["rng"])
+
+
+def _go_on_normally(trainer: Trainer) -> None:
+    """Lightning's restart logic has done its part: from here on nothing is skipped because of the restart.
+
+    Left on, it would leave out the epoch-end step of schedulers that follow a metric, and would validate again.
+    """
+    trainer.fit_loop.restarting = False
