@@ -239,7 +239,7 @@ def report(outcomes: dict[int, Comparison]) -> int:
         total.leaves += outcome.leaves
         total.differences += [f"step {step}: {difference}" for difference in outcome.differences]
     steps = ", ".join(str(step) for step in outcomes)
-    console.print(f"compared: checkpoints of steps {steps}; and {total.leaves} other values of their state")
+    console.print(f"compared: checkpoints of steps {steps} and {total.leaves} other values")
     console.print(f"identical: {total}")
     for difference in total.differences[:20]:
         console.print(f"  {difference}", markup=False, soft_wrap=True)

@@ -1,7 +1,7 @@
 """The boundary between two training batches, which Lightning has no hook for.
 
-``on_train_batch_end`` comes before validation, before schedulers that follow a metric, and before the module's own hook;
-at an epoch's end even more follows. A checkpoint written there loses those steps on resume. The boundary announced here
+``on_train_batch_end`` comes before validation, before schedulers that follow a metric, and before the module's own
+hook; at an epoch's end even more follows. A checkpoint written there loses those steps on resume. The boundary announced here
 is the last moment before the next batch is fetched: nothing of the finished batch (or epoch) is left to do.
 
 Two methods of Lightning's training loop are wrapped on the instance for this; ``tests/unit/test_boundary.py`` holds the

@@ -1,9 +1,9 @@
 """The exact position in the training data, without fetching what was already consumed.
 
 Lightning restarts an epoch's data when it resumes in the middle of one. Here each DataLoader's (batch) sampler is
-wrapped by a proxy that remembers the random streams as they were when an iterator was made and when its first index was
-drawn (``RandomSampler`` draws its seed lazily, and the workers' base seed is drawn in between). On resume the sampler is
-replayed from those streams and the indices of consumed batches are thrown away: no item is fetched or collated for
+wrapped by a proxy that remembers the random streams as they were when an iterator was made and when its first index
+was drawn (``RandomSampler`` draws its seed lazily, and the workers' base seed is drawn in between). On resume the
+sampler is replayed from those streams and the indices of consumed batches are thrown away: no item is fetched or collated for
 them.
 """
 

@@ -49,6 +49,8 @@ class Opener:
         self._tensors = tensors
         self._params_only = params_only
         self._unjudged: list[Window] = []
+        self._signature: tuple[int, ...] = ()
+        self._recent: list[Unit] = []
         self._resident: dict[int, tuple[bytes, dict[str, Stamp]]] = {}
         self._last_plan = ""
 
@@ -105,6 +107,20 @@ class Opener:
             grad_bytes=sum(unit.tensor.nbytes for unit in replayable),
             direct_bytes=sum(b.nbytes for u in units if not u.is_static and u.direct for b in u.blocks),
         )
+
+    def recent_units(self) -> list[Unit]:
+        """Units good enough to plan with, listed again only when optimizers have gained parameters or state."""
+        sizes = [len(o.state) + sum(len(group["params"]) for group in o.param_groups) for o in self._context.optimizers]
+        signature = (*sizes, len(self.direct), sum(window.failed for window in self._unjudged))
+        if signature != self._signature:
+            self._signature, self._recent = signature, self.units()
+        return self._recent
+
+    def image_bytes(self) -> int:
+        """Size of the next image; 0 while optimizers have no state yet."""
+        if not self._ready():
+            return 0
+        return Layout.build(image_specs(self.recent_units(), self._context.optimizers)).total_bytes
 
     def open(
         self, units: Sequence[Unit], plan: WindowPlan, target: int, *, timeout: float

@@ -20,6 +20,8 @@ from ckpt_engine.saves import Image
 
 logger = logging.getLogger("ckpt_engine")
 
+_WORTH_RESERVING = 32 * 1024 * 1024
+
 
 class Windows:
     """Owns the open window, its arena, and the jobs that wait for it.
@@ -50,6 +52,7 @@ class Windows:
         self._persist = persist
         self._clock = clock
         self._deferred: list[Callable[[], None]] = []
+        self._reserved = 0
         self._reasons: set[str] = set()
 
     def maybe_open(self, step: int, target: int) -> bool:
@@ -59,10 +62,12 @@ class Windows:
         left = target - step + 1
         if not 1 <= left <= self._config.max_window_steps:
             return True
-        units = self.opener.units()
-        plan = self.opener.plan(units, limit=1 if self.one_step_for == target else left)
-        if plan.steps < left:
+        limit = 1 if self.one_step_for == target else left
+        if self.opener.plan(self.opener.recent_units(), limit=limit).steps < left:
+            self._reserve()
             return True
+        units = self.opener.units()
+        plan = self.opener.plan(units, limit=limit)
         wait = self._config.save_timeout_s if step == target and self._config.when_busy == "wait" else 0.0
         opened = self.opener.open(units, plan, target, timeout=wait)
         if opened is None:
@@ -160,6 +165,14 @@ class Windows:
             warnings.warn(
                 f"Part of the checkpoint of step {window.target} is copied directly: {window.reason}.", stacklevel=2
             )
+
+    def _reserve(self) -> None:
+        """Touch host memory in the background, once, while there is time before the first window."""
+        if self._reserved or self.opener is None:
+            return
+        nbytes = self._reserved = self.opener.image_bytes()
+        if nbytes >= _WORTH_RESERVING:
+            self._persist.submit(lambda: self._pool.reserve(nbytes))
 
     def _skips(self, step: int, target: int) -> bool:
         if step != target or self._config.when_busy != "skip":

@@ -209,3 +209,13 @@ def test_many_threads_never_share_a_staging_buffer() -> None:
         assert all(executor.map(work, range(4)))
     assert pool.outstanding == 0
     assert pool.peak_bytes <= 4 * 256
+
+
+def test_reserved_buffers_are_there_for_the_next_images() -> None:
+    pool = ArenaPool(limit=2)
+    pool.reserve(3 * 2**20)
+    held = pool.allocated_bytes
+    first, second = pool.acquire(3 * 2**20, 0.0), pool.acquire(2 * 2**20, 0.0)
+    assert first is not None
+    assert second is not None
+    assert pool.allocated_bytes == held >= 6 * 2**20

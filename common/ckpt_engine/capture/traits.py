@@ -60,8 +60,8 @@ class Traits:
             with its state and gradient; ``never``: cannot be replayed, copied only at the target.
         proven: The class is one that this package's tests replay bit for bit.
         fused: Some parameter group uses the fused kernel, which agrees only with itself.
-        loops_like_foreach: The for-loop kernel gives the bits of the foreach kernel, so replay may use the former, which
-            works in cache.
+        loops_like_foreach: The for-loop kernel gives the bits of the foreach kernel, so replay may use the former,
+            which works in cache.
         keeps_grad: ``p.grad`` is not written by the update, so a held reference may be copied after it.
         reason: Why the grain is ``never``, as a sentence; empty otherwise.
     """

@@ -132,6 +132,13 @@ class ArenaPool:
                     self._free.append(buffer)
                 self._changed.notify_all()
 
+    def reserve(self, nbytes: int) -> None:
+        """Allocate and touch every buffer that is not there yet, so that no save has to wait for it."""
+        taken = [self.acquire(nbytes, timeout=0.0) for _ in range(self._limit)]
+        for buffer in taken:
+            if buffer is not None:
+                self.release(buffer)
+
     def close(self) -> None:
         """Free the buffers that nobody uses now, and the others as they are released."""
         with self._changed:
