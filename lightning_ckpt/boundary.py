@@ -1,8 +1,8 @@
 """The boundary between two training batches, which Lightning has no hook for.
 
 ``on_train_batch_end`` comes before validation, before schedulers that follow a metric, and before the module's own
-hook; at an epoch's end even more follows. A checkpoint written there loses those steps on resume. The boundary announced here
-is the last moment before the next batch is fetched: nothing of the finished batch (or epoch) is left to do.
+hook; at an epoch's end even more follows. A checkpoint written there loses those steps on resume. The boundary
+announced here is the last moment before the next batch is fetched: nothing of the finished batch is left to do.
 
 Two methods of Lightning's training loop are wrapped on the instance for this; ``tests/unit/test_boundary.py`` holds the
 order of events that is relied on.
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.loops.progress import _StartedTracker
 
 from lightning_ckpt.loader_position import unwatch, watch
 
@@ -58,6 +59,7 @@ class Boundary:
     def _advance(self, data_fetcher: Any) -> None:
         if self._first:
             self._first = False
+            _count_epoch(self._trainer)
             self._before_first(data_fetcher)
         self._original(self._trainer.fit_loop.epoch_loop, "advance")(data_fetcher)
 
@@ -72,3 +74,15 @@ class Boundary:
         self._original(loop, "_load_combined_loader_states")()
         if loop._combined_loader is not None:
             watch(loop._combined_loader.flattened)
+
+
+def _count_epoch(trainer: Trainer) -> None:
+    """Count the epoch under way as started.
+
+    Lightning does not, for the first epoch after a checkpoint that it wrote at the last batch of one, and so takes
+    every later moment of the run for one between two epochs.
+    """
+    for epochs in (trainer.fit_loop.epoch_progress.total, trainer.fit_loop.epoch_progress.current):
+        assert isinstance(epochs, _StartedTracker)
+        if epochs.started == epochs.completed:
+            epochs.ready = epochs.started = epochs.completed + 1

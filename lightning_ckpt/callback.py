@@ -16,7 +16,7 @@ from ckpt_engine.config import CheckpointConfig
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import ConfigError, NoCheckpointError
 from ckpt_engine.observe.record import SaveRecord
-from ckpt_engine.restore.catalog import newest
+from ckpt_engine.restore.catalog import is_checkpoint, newest, scan
 from ckpt_engine.storage.backend import is_local
 from ckpt_engine.storage.cleanup import remove_checkpoint, sweep_incomplete
 from lightning.pytorch import LightningModule, Trainer
@@ -29,6 +29,7 @@ from lightning_ckpt.carried import KEY, collect, mid_accumulation
 from lightning_ckpt.checkpoint_io import MANIFEST, OverlappedCheckpointIO
 from lightning_ckpt.links import link_checkpoint
 from lightning_ckpt.loader_position import new_epoch
+from lightning_ckpt.requeue import publish, requeue_path, writing_path
 from lightning_ckpt.resume import Resume
 from lightning_ckpt.schedule import next_target
 from lightning_ckpt.signals import RequeueSignal, requeue
@@ -51,7 +52,7 @@ class OverlappedCheckpoint(ModelCheckpoint):
         save_last: Also keep ``last.ckpt``: True for one of its own (sharing the files on disk), "link" for a symlink.
         save_top_k: How many of the best to keep; -1 keeps all, 0 saves none.
         save_on_exception: Save when training raises.
-        save_weights_only: Leave optimizers, schedulers and loops out.
+        save_weights_only: Leave the states of optimizers and schedulers out.
         mode: "min" or "max" of the monitored metric.
         auto_insert_metric_name: Put metric names into file names.
         every_n_train_steps: Save every n optimizer steps.
@@ -142,6 +143,8 @@ class OverlappedCheckpoint(ModelCheckpoint):
         if not isinstance(io, OverlappedCheckpointIO):
             io = OverlappedCheckpointIO(io, self.config)
             trainer.strategy.checkpoint_io = io
+        if trainer.checkpoint_callback is self:
+            io.stand_ins(self._stand_ins)
         if stage == "fit" and not bool(trainer.fast_dev_run):  # type: ignore[attr-defined]
             self._trainer = trainer
             self._boundary = Boundary(trainer, self._between_batches, self._before_first)
@@ -170,10 +173,15 @@ class OverlappedCheckpoint(ModelCheckpoint):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Everything of the run is done: flush, finish the open window, wait for the disk."""
+        if self._signal is not None:
+            # Before Lightning puts back the handlers that it had replaced.
+            self._signal.remove()
         self._flush(trainer)
         super().on_train_end(trainer, pl_module)
         self._flush(trainer)
-        for failure in self._drain(trainer):
+        failures = self._drain(trainer)
+        self._tell_loggers(trainer)
+        for failure in failures:
             if self.config.on_failure == "raise":
                 raise failure
             warnings.warn(str(failure), stacklevel=2)
@@ -184,6 +192,7 @@ class OverlappedCheckpoint(ModelCheckpoint):
             self._save_at_the_end(trainer, pl_module, exception)
             for failure in self._drain(trainer):
                 exception.add_note(f"A checkpoint failed too: {failure}")
+            self._tell_loggers(trainer)
         except BaseException as error:
             exception.add_note(f"The checkpoint callback failed too: {error!r}")
         finally:
@@ -262,11 +271,15 @@ class OverlappedCheckpoint(ModelCheckpoint):
         if self._signal is not None and self._signal.received:
             self._signal.received = False
             self._save_and_requeue(trainer)
+        self._tell_loggers(trainer)
+        self._plan(trainer)
+
+    def _tell_loggers(self, trainer: Trainer) -> None:
+        """One call for each checkpoint that has become durable, on the main thread."""
         while self._committed:
             self._committed.popleft()
             for logger in trainer.loggers:
                 logger.after_save_checkpoint(proxy(self))
-        self._plan(trainer)
 
     def _plan(self, trainer: Trainer) -> None:
         if self.engine is not None and not mid_accumulation(trainer):
@@ -355,11 +368,18 @@ class OverlappedCheckpoint(ModelCheckpoint):
         self._flush(trainer)
 
     def _save_and_requeue(self, trainer: Trainer) -> None:
-        path = trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
-        self._save_now(trainer, path, weights_only=False)
-        failures = self._drain(trainer)
-        if trainer.is_global_zero and not failures:
-            requeue()
+        path = requeue_path(str(trainer.default_root_dir))
+        written = writing_path(path)
+        self._save_now(trainer, written, weights_only=False)
+        for failure in self._drain(trainer):
+            warnings.warn(str(failure), stacklevel=2)
+        if not trainer.is_global_zero:
+            return
+        if not is_checkpoint(written):
+            warnings.warn(f"{path} could not be written, so the job is not requeued.", stacklevel=2)
+            return
+        publish(written, path)
+        requeue()
 
     def _drain(self, trainer: Trainer) -> list[Exception]:
         if self.engine is None:
@@ -396,6 +416,16 @@ class OverlappedCheckpoint(ModelCheckpoint):
             self.load_state_dict(callbacks[vanilla])
         if KEY in checkpoint and trainer.state.fn == TrainerFn.FITTING:
             self._resume = Resume(checkpoint[KEY], checkpoint.get("optimizer_states", []))
+
+    def _stand_ins(self, path: str) -> list[str]:
+        """What is loaded if the best checkpoint is damaged: the next best; earlier ones where none is ranked."""
+        if path != self.best_model_path:
+            return []
+        if self.best_k_models:
+            ranked = sorted(self.best_k_models, key=lambda k: float(self.best_k_models[k]), reverse=self.mode == "max")
+        else:
+            ranked = [entry.path for entry in scan(str(self.dirpath)).entries]
+        return [other for other in ranked if other != path]
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         root = str(self.dirpath or self._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]

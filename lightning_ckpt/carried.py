@@ -22,11 +22,12 @@ def collect(trainer: Trainer) -> dict[str, Any]:
     """Everything to carry, as plain data and tensors; by reference, to be copied at once."""
     loop = trainer.fit_loop
     loaders = loop._combined_loader.flattened if loop._combined_loader is not None else []
+    now, begun = moment(trainer), loop.epoch_loop.batch_progress.current.ready
     return {
         "version": 1,
-        "moment": moment(trainer),
+        "moment": now,
         "rng": rng_state(),
-        "loaders": position(loaders, loop.epoch_loop.batch_progress.current.ready),
+        "loaders": position(loaders, begun - 1 if now == "broken" else begun),
         "gradients": _gradients(trainer),
         "running_metrics": _running_metrics(trainer),
         "callback_metrics": {k: v for k, v in trainer.callback_metrics.items() if isinstance(v, torch.Tensor)},
@@ -34,15 +35,24 @@ def collect(trainer: Trainer) -> dict[str, Any]:
 
 
 def moment(trainer: Trainer) -> str:
-    """Where between two batches training is: ``batch`` inside an epoch, ``epoch`` between two, or ``other``."""
+    """Where training is.
+
+    ``batch``: between two batches of an epoch. ``epoch``: between two epochs. ``hook``: a batch is trained, but hooks of
+    its end are still to come, as for a ``trainer.save_checkpoint`` in one of them. ``broken``: a batch was begun and not
+    trained, as after an exception. ``other``: at the end of an epoch, or in one that Lightning knows nothing of.
+    """
     loop = trainer.fit_loop
     epochs: Any = loop.epoch_progress.total
-    batches: Any = loop.epoch_loop.batch_progress.total
+    batches: Any = loop.epoch_loop.batch_progress.current
     if epochs.completed == epochs.started:
         return "epoch"
-    if batches.completed == batches.ready and not loop.epoch_loop._num_ready_batches_reached():
-        return "batch"
-    return "other"
+    if batches.completed == batches.ready:
+        return "other" if loop.epoch_loop._num_ready_batches_reached() else "batch"
+    if batches.completed != batches.ready - 1:
+        return "other"
+    if batches.processed != batches.ready:
+        return "broken"
+    return "other" if loop.epoch_loop._num_ready_batches_reached() else "hook"
 
 
 def mid_accumulation(trainer: Trainer) -> bool:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ckpt_engine.config import CheckpointConfig
 from ckpt_engine.engine import Engine
-from ckpt_engine.restore.catalog import is_checkpoint
-from ckpt_engine.restore.reader import load
+from ckpt_engine.errors import SaveFailedError
+from ckpt_engine.storage.backend import backend_for
 from ckpt_engine.storage.cleanup import remove_checkpoint
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+
+from lightning_ckpt.fallback import is_ours, load_whole
+from lightning_ckpt.requeue import earlier_requeues
 
 MANIFEST = "/manifest.json"
 
@@ -41,6 +45,12 @@ class OverlappedCheckpointIO(_WrappingCheckpointIO):
         self._config = config or CheckpointConfig(max_images=1)
         self._bound: Engine | None = None
         self._own: Engine | None = None
+        self._told: list[BaseException | None] = []
+        self._stand_ins: Callable[[str], Sequence[str]] = lambda path: ()
+
+    def stand_ins(self, find: Callable[[str], Sequence[str]]) -> None:
+        """Ask ``find`` what may be loaded in place of a damaged checkpoint, best first."""
+        self._stand_ins = find
 
     def bind(self, engine: Engine | None) -> None:
         """Write through a callback's engine, so that its saves and these keep one order; None unbinds."""
@@ -62,12 +72,19 @@ class OverlappedCheckpointIO(_WrappingCheckpointIO):
             engine.settle()
         step = int(checkpoint.get("global_step", 0))
         handle = engine.save(str(path), checkpoint, step=None, recorded_step=step)
-        handle.wait(self._config.save_timeout_s)
+        try:
+            handle.wait(self._config.save_timeout_s)
+        except SaveFailedError as error:
+            self._told.append(error.__cause__)
+            raise
 
     def load_checkpoint(
         self, path: Any, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load one of our checkpoints, or whatever the wrapped IO knows.
+
+        A damaged checkpoint of a requeue, or the damaged best one, is passed over for the one before it, with a
+        warning that names it.
 
         Args:
             path: A checkpoint directory, its manifest, or any path that the wrapped IO loads.
@@ -79,12 +96,15 @@ class OverlappedCheckpointIO(_WrappingCheckpointIO):
         """
         location = str(path).removesuffix(MANIFEST)
         self._engine_wait()
-        if is_checkpoint(location):
-            state = load(location, weights_only=weights_only is not False).state
+        others = (*earlier_requeues(location), *self._stand_ins(location))
+        if is_ours(location) or (others and not backend_for(location).exists(location)):
+            state = load_whole(location, others, weights_only=weights_only is not False)
             assert isinstance(state, dict)
             return state
         base = self.checkpoint_io or TorchCheckpointIO()
-        return base.load_checkpoint(path, map_location=map_location, weights_only=weights_only)
+        # A base with a default of its own (Lightning's maps to the host) keeps it.
+        mapped = {} if map_location is None else {"map_location": map_location}
+        return base.load_checkpoint(path, weights_only=weights_only, **mapped)
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint, behind every save that is under way."""
@@ -94,7 +114,8 @@ class OverlappedCheckpointIO(_WrappingCheckpointIO):
     def teardown(self) -> None:
         """Wait for what is under way."""
         if self._own is not None:
-            failures = self._own.close()
+            # What a caller has been told already is not raised again.
+            failures = [failure for failure in self._own.close() if failure.__cause__ not in self._told]
             self._own = None
             if failures:
                 raise failures[0]

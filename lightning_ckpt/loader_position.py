@@ -3,8 +3,8 @@
 Lightning restarts an epoch's data when it resumes in the middle of one. Here each DataLoader's (batch) sampler is
 wrapped by a proxy that remembers the random streams as they were when an iterator was made and when its first index
 was drawn (``RandomSampler`` draws its seed lazily, and the workers' base seed is drawn in between). On resume the
-sampler is replayed from those streams and the indices of consumed batches are thrown away: no item is fetched or collated for
-them.
+sampler is replayed from those streams and the indices of consumed batches are thrown away: no item is fetched or
+collated for them.
 """
 
 from __future__ import annotations
@@ -64,8 +64,10 @@ class SamplerProxy:
     def _replay(self, skip: int) -> Iterator[Any]:
         assert self.at_iter is not None
         assert self.at_first is not None
+        generators = _generators(self._loader, self.inner)
         set_streams(self.at_iter, self._loader, self.inner)
         iterator = iter(self.inner)
+        at_iter = _states(generators)
         # The loader draws its base seed next, from the streams as they are now; the sampler's own draws came later.
         with forked_rng():
             set_streams(self.at_first, self._loader, self.inner)
@@ -73,10 +75,19 @@ class SamplerProxy:
                 next(iterator, None)
             # One more is drawn ahead so that a sampler's lazy seed is drawn from its own streams even when skip is 0.
             ahead = [item for item in [next(iterator, _END)] if item is not _END]
-        return self._continue(ahead, iterator)
+            behind = _states(generators)
+        _set_states(generators, at_iter)
+        return self._continue(ahead, iterator, generators, behind)
 
-    def _continue(self, ahead: Sequence[Any], rest: Iterator[Any]) -> Iterator[Any]:
+    def _continue(
+        self,
+        ahead: Sequence[Any],
+        rest: Iterator[Any],
+        generators: Sequence[torch.Generator],
+        states: Sequence[torch.Tensor],
+    ) -> Iterator[Any]:
         self._skip = None
+        _set_states(generators, states)
         yield from ahead
         yield from rest
 
@@ -86,13 +97,21 @@ _END = object()
 
 def streams(loader: Any, sampler: Any) -> Streams:
     """The global random streams and those of the loader's own generators."""
-    return {"rng": rng_state(), "generators": [generator.get_state() for generator in _generators(loader, sampler)]}
+    return {"rng": rng_state(), "generators": _states(_generators(loader, sampler))}
 
 
 def set_streams(record: Streams, loader: Any, sampler: Any) -> None:
     """Set what :func:`streams` recorded."""
     set_rng_state(record["rng"])
-    for generator, state in zip(_generators(loader, sampler), record["generators"], strict=True):
+    _set_states(_generators(loader, sampler), record["generators"])
+
+
+def _states(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
+    return [generator.get_state() for generator in generators]
+
+
+def _set_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=True):
         generator.set_state(state.clone())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,8 @@ class Resume:
         restore_gradients(trainer, self._carried.get("gradients", {}))
         trainer._logger_connector._callback_metrics.update(self._carried.get("callback_metrics", {}))
         self._optimizer_states = []
+        if self.moment == "batch":
+            _without_warning(trainer)
 
     def on_epoch_start(self, trainer: Trainer) -> None:
         """A checkpoint between epochs: the coming one starts like any other, with its own iterators and hooks."""
@@ -53,13 +56,17 @@ class Resume:
         assert loop._combined_loader is not None
         loaders = loop._combined_loader.flattened
         delivered = loop.epoch_loop.batch_progress.current.ready
-        if self.moment == "batch":
+        if self.moment in ("batch", "broken", "hook"):
             self._continue_loaders(trainer, data_fetcher, loaders, delivered)
+        if self.moment == "broken":
+            _forget_broken_batch(trainer)
+        if self.moment in ("batch", "broken"):
             _go_on_normally(trainer)
         self._set_rng()
 
     def on_train_batch_end(self, trainer: Trainer) -> None:
         """Metrics of the resumed epoch exist from its first batch on."""
+        _go_on_normally(trainer)
         if self._running:
             add_running_metrics(trainer, self._running)
 
@@ -106,9 +113,31 @@ class Resume:
         set_rng_state(self._carried["rng"])
 
 
+def _without_warning(trainer: Trainer) -> None:
+    """Lightning is about to warn, once, that the loaders cannot be resumed; here they can."""
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    original = epoch_loop.reset
+
+    def reset() -> None:
+        del epoch_loop.reset
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
+            original()
+
+    epoch_loop.reset = reset
+
+
 def _go_on_normally(trainer: Trainer) -> None:
     """Lightning's restart logic has done its part: from here on nothing is skipped because of the restart.
 
     Left on, it would leave out the epoch-end step of schedulers that follow a metric, and would validate again.
     """
     trainer.fit_loop.restarting = False
+
+
+def _forget_broken_batch(trainer: Trainer) -> None:
+    """A batch that was begun and not trained comes again; Lightning would go on counting its first start."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    epoch_loop.batch_progress.total.reset_on_restart()
+    if not epoch_loop._should_accumulate():
+        epoch_loop._batches_that_stepped -= 1

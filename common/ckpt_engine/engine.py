@@ -35,6 +35,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,10 +54,10 @@ from ckpt_engine.image.arena import ArenaPool, StagingPool
 from ckpt_engine.observe.record import SaveRecord, append_record
 from ckpt_engine.observe.timeline import Timeline
 from ckpt_engine.opener import Opener
-from ckpt_engine.prepare import prepare
+from ckpt_engine.prepare import Prepared, prepare
 from ckpt_engine.saves import Image, SaveHandle, SaveQueue, SaveRequest
 from ckpt_engine.watch import Watcher
-from ckpt_engine.windows import Windows
+from ckpt_engine.windows import SkippedError, Windows
 
 
 class Engine:
@@ -92,10 +93,12 @@ class Engine:
             timeout=self.config.save_timeout_s,
             direct_io=self.config.direct_io,
             on_record=self._keep,
+            timeline=self.timeline,
             clock=clock,
         )
         self._watcher: Watcher | None = None
         self._target: int | None = None
+        self._planned: int | None = None
         self._step: int | None = None
         self._in_round = False
         self._extra_peak = 0
@@ -161,6 +164,7 @@ class Engine:
         if step == self._target:
             return
         self._target = step
+        self._planned = step if step is not None else self._planned
         window = self._windows.window
         if window is not None and not window.sealed and window.target != step:
             self.cancel()
@@ -180,18 +184,16 @@ class Engine:
         self._meter.step_begin()
         window = self._windows.window
         if window is not None:
-            with self._windows.stall():
+            with self._windows.safely(), self._windows.stall():
                 window.begin_step()
 
     def before_zero_grad(self) -> None:
         """Gradients are about to be zeroed or dropped."""
-        if self._windows.window is not None:
-            self._windows.window.fence()
+        self._fence()
 
     def before_backward(self) -> None:
         """A backward pass is about to write gradients."""
-        if self._windows.window is not None:
-            self._windows.window.fence()
+        self._fence()
 
     def step_end(self, step: int) -> None:
         """Round ``step`` is complete (also when the scaler skipped its update): the state is at version ``step``.
@@ -201,6 +203,7 @@ class Engine:
         """
         if self._in_round:
             self._meter.step_end()
+            self._note_round(step)
         self._in_round = False
         self._step = step
         window = self._windows.window
@@ -215,7 +218,8 @@ class Engine:
     def pause(self) -> None:
         """Nothing may be in flight: something else (validation with swapped weights) will write parameters."""
         if self._windows.window is not None:
-            self._windows.window.quiesce()
+            with self._windows.safely():
+                self._windows.window.quiesce()
 
     def resume(self) -> None:
         """Copies may start again; they do so with the next :meth:`step_begin`."""
@@ -243,9 +247,11 @@ class Engine:
     ) -> SaveHandle:
         """Save ``state``, which represents the state after round ``step``, to ``destination``.
 
-        At the target of an open window the image is the window's; only what the window does not hold is copied now.
-        At any other moment the whole state is copied directly. Either way the caller may change everything once the
-        call returns; writing goes on in the background, except in mode ``sync``.
+        At the target of an open window the image is the window's; only what the window does not hold is copied now,
+        and parameters and optimizer state are those that the next round starts from: call :meth:`settle` before
+        loading others into the model between the two. At any other moment the whole state is copied directly, and
+        the caller may change everything once the call returns. Writing goes on in the background, except in mode
+        ``sync``.
 
         Args:
             destination: Directory or URL of the checkpoint; an existing one is replaced atomically.
@@ -263,13 +269,12 @@ class Engine:
         start = self._clock()
         recorded = recorded_step if recorded_step is not None else step or 0
         handle = SaveHandle(destination, recorded)
-        prepared = prepare(
-            state,
-            image=self._sealed_image(step),
-            names=self._windows.opener.names() if self._windows.opener is not None else {},
-            copy_directly=self._windows.copy_directly,
-            direct_mode="sync" if self.config.mode == "sync" else "async",
-        )
+        try:
+            prepared = self._prepare(state, step)
+        except SkippedError as error:
+            warnings.warn(f"The save of step {recorded} is skipped: {error}", stacklevel=2)
+            self._windows.in_order(lambda error=error: self._queue.refuse(handle, error))  # type: ignore[misc]
+            return handle
         self._extra_peak = max(self._extra_peak, sum(t.nbytes for t in prepared.extras.values()))
         request = SaveRequest(
             destination=destination,
@@ -288,6 +293,20 @@ class Engine:
             self._persist.drain(self.config.save_timeout_s)
             self._surface()
         return handle
+
+    def _prepare(self, state: Mapping[str, object], step: int | None) -> Prepared:
+        opener = self._windows.opener
+        planned = step is not None and step == self._planned
+        prepared = prepare(
+            state,
+            image=self._sealed_image(step),
+            names=opener.names() if opener is not None else {},
+            copy_directly=partial(self._windows.copy_directly, planned=planned),
+            direct_mode="sync" if self.config.mode == "sync" else "async",
+        )
+        if opener is not None and prepared.stale:
+            opener.disown(prepared.stale)
+        return prepared
 
     def after_saves(self, action: Callable[[], None], what: str = "a following action") -> None:
         """Run ``action`` on the persist thread behind all saves so far; not at all if the last of them failed."""
@@ -358,13 +377,18 @@ class Engine:
     def _maybe_open(self) -> None:
         if self._target is None or self._step is None or self._in_round:
             return
-        if not self._windows.maybe_open(self._step, self._target):
-            self._target = None
+        with self._windows.safely():
+            self._windows.maybe_open(self._step, self._target)
+
+    def _fence(self) -> None:
+        if self._windows.window is not None:
+            with self._windows.safely():
+                self._windows.window.fence()
 
     def _sealed_image(self, step: int | None) -> Image | None:
         if self._in_round or step is None or self._step != step:
             return None
-        if self._watcher is not None and self._watcher.params_changed():
+        if self._windows.outdated():
             self.cancel()
         return self._windows.seal(step)
 
@@ -372,17 +396,19 @@ class Engine:
         window = self._windows.window
         if window is None or self._changed_in_window(window):
             return
-        window.before_update(index, found_inf=found_inf, scale=scale)
-        if window.captured:
-            self._windows.hand_over()
+        with self._windows.safely():
+            window.before_update(index, found_inf=found_inf, scale=scale)
+            if window.captured:
+                self._windows.hand_over()
 
     def _after(self, index: int) -> None:
         if self._windows.window is not None:
-            self._windows.window.after_update(index)
+            with self._windows.safely():
+                self._windows.window.after_update(index)
 
     def _changed_in_window(self, window: Window) -> bool:
         """Parameters joined or left: the layout is out of date, so the target is captured in one step."""
-        if window.sealed or self._watcher is None or not self._watcher.params_changed():
+        if window.sealed or not self._windows.outdated():
             return False
         self._windows.one_step_for = window.target
         self.cancel()
@@ -392,6 +418,12 @@ class Engine:
         self.records.append(record)
         if self.config.metrics_path is not None:
             append_record(self.config.metrics_path, record)
+
+    def _note_round(self, step: int) -> None:
+        if self._meter.last is not None:
+            begin, before, after = self._meter.last
+            self.timeline.add("forward+backward", "round", begin, before, step=step)
+            self.timeline.add("update", "round", before, after, step=step)
 
     def _surface(self) -> None:
         """Report background failures once, where the user's loop sees them."""

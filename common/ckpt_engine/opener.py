@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ckpt_engine.capture.context import Context
 from ckpt_engine.capture.guard import Stamp
+from ckpt_engine.capture.link import PIECE_BYTES, Copy
 from ckpt_engine.capture.meter import Meter
 from ckpt_engine.capture.plan import Measurements, WindowPlan, plan_window
 from ckpt_engine.capture.units import Unit, ViewKey, build_units, image_specs, is_plain, view_key
@@ -18,6 +19,8 @@ from ckpt_engine.image.arena import ArenaPool, HostBuffer
 from ckpt_engine.image.layout import Layout
 
 logger = logging.getLogger("ckpt_engine")
+
+_CALIBRATION_BYTES = 64 * 1024 * 1024
 
 
 class Opener:
@@ -41,6 +44,8 @@ class Opener:
         params_only: bool,
     ) -> None:
         self.direct: set[int] = set()
+        self.early: set[int] = set()
+        self.unreplayable: set[int] = set()
         self.proven: set[int] = {i for i, traits in enumerate(context.traits) if traits.grain == "never"}
         self.verified = False
         self._context = context
@@ -65,8 +70,26 @@ class Opener:
             params_only=self._params_only,
         )
         for unit in units:
-            unit.direct = unit.direct or id(unit.tensor) in self.direct
+            unit.early = not unit.is_static and id(unit.tensor) in self.early
+            known = id(unit.tensor) in self.direct or unit.optimizer in self.unreplayable
+            unit.direct = unit.direct or unit.early or known
         return units
+
+    def shape(self) -> list[object]:
+        """What a layout depends on: the parameters of every group, their types and how they lie in memory."""
+        return [
+            [
+                [(id(p), p.dtype, tuple(p.shape), tuple(p.stride())) for p in group["params"]]
+                for group in optimizer.param_groups
+            ]
+            for optimizer in self._context.optimizers
+        ]
+
+    def disown(self, names: Sequence[str]) -> None:
+        """The model shows other tensors under these image names than those that were attached: let them go."""
+        for name in names:
+            self._tensors.pop(name.removeprefix("model."), None)
+        self._signature = ()
 
     def plan(self, units: Sequence[Unit], *, limit: int) -> WindowPlan:
         """Choose mode and steps; at most ``limit`` steps are left before the target."""
@@ -76,14 +99,12 @@ class Opener:
         if self._params_only or not replayable or not self._ready():
             mode = "one_step"
         steps = config.window_steps if mode in ("multi_step", "auto") else 1
-        plan = plan_window(
+        return plan_window(
             self.measure(units),
             mode=mode,
             steps=None if steps is None else min(steps, limit),
             max_steps=max(1, min(limit, config.max_window_steps)),
         )
-        self._say(plan)
-        return plan
 
     def names(self) -> dict[ViewKey, str]:
         """Names of all tensors of the model and of the optimizers, by the memory that they show."""
@@ -111,7 +132,8 @@ class Opener:
     def recent_units(self) -> list[Unit]:
         """Units good enough to plan with, listed again only when optimizers have gained parameters or state."""
         sizes = [len(o.state) + sum(len(group["params"]) for group in o.param_groups) for o in self._context.optimizers]
-        signature = (*sizes, len(self.direct), sum(window.failed for window in self._unjudged))
+        found = (len(self.direct), len(self.early), len(self.unreplayable))
+        signature = (*sizes, *found, sum(window.failed for window in self._unjudged))
         if signature != self._signature:
             self._signature, self._recent = signature, self.units()
         return self._recent
@@ -122,10 +144,26 @@ class Opener:
             return 0
         return Layout.build(image_specs(self.recent_units(), self._context.optimizers)).total_bytes
 
+    def calibrate(self, arena: HostBuffer) -> None:
+        """Copy a little, to learn the link's bandwidth before the first window is planned; it is not kept."""
+        self.forget(arena)
+        self._context.link.pin(arena.tensor)
+        copies, used = [], 0
+        for unit in self._recent:
+            if used >= _CALIBRATION_BYTES or not unit.flat or unit.tensor.nbytes < PIECE_BYTES:
+                continue
+            size = min(unit.tensor.numel(), PIECE_BYTES // unit.tensor.element_size())
+            target = arena.tensor[used : used + size * unit.tensor.element_size()].view(unit.tensor.dtype)
+            copies.append(Copy(target, unit.tensor.detach().view(-1)[:size]))
+            used += target.nbytes
+        if copies:
+            self._context.link.submit(copies).wait(self._context.config.save_timeout_s)
+
     def open(
         self, units: Sequence[Unit], plan: WindowPlan, target: int, *, timeout: float
     ) -> tuple[Window, HostBuffer] | None:
         """Open a window; None when no arena was free within ``timeout`` seconds."""
+        self._say(plan)
         layout = Layout.build(image_specs(units, self._context.optimizers))
         arena = self._pool.acquire(layout.total_bytes, timeout)
         if arena is None:
@@ -135,16 +173,20 @@ class Opener:
         if header != layout.header:
             resident = {}
         self._resident[id(arena)] = (layout.header, resident)
-        window = Window(
-            self._context,
-            plan=plan,
-            target=target,
-            units=units,
-            layout=layout,
-            arena=arena,
-            resident=resident,
-            verify=not self.verified and plan.steps > 1,
-        )
+        try:
+            window = Window(
+                self._context,
+                plan=plan,
+                target=target,
+                units=units,
+                layout=layout,
+                arena=arena,
+                resident=resident,
+                verify=not self.verified and plan.steps > 1,
+            )
+        except BaseException:
+            self._pool.release(arena)
+            raise
         return window, arena
 
     def forget(self, arena: HostBuffer) -> None:
@@ -154,6 +196,7 @@ class Opener:
     def learn(self, window: Window) -> None:
         """Keep what a window found out about its units."""
         self.direct |= {id(unit.tensor) for unit in window.units if unit.direct and not unit.is_static}
+        self.early |= {id(unit.tensor) for unit in window.units if unit.early}
         self._unjudged.append(window)
         self.verified = self.verified or (window.plan.steps > 1 and window.captured)
 

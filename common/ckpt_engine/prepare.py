@@ -24,12 +24,14 @@ class Prepared:
         tree: JSON-able state tree.
         extras: The tensors outside the image, copied.
         mode: How the image was, or will be, captured.
+        stale: Names in the window's image for which the state shows other tensors than those attached.
     """
 
     image: Image
     tree: object
     extras: dict[str, Tensor]
     mode: str
+    stale: tuple[str, ...] = ()
 
 
 def prepare(
@@ -52,14 +54,21 @@ def prepare(
     window = image.window if image is not None else None
     namer = Namer(window.owned() if window is not None else {}, names)
     encoded = encode(state, namer)
-    if image is not None and window is not None and _covers(namer.in_image, image):
+    stale = _stale(encoded.tensors, namer.in_image, image)
+    if image is not None and window is not None and not stale and _covers(namer.in_image, image):
         extras = {name: t for name, t in encoded.tensors.items() if name not in namer.in_image}
         mode = "multi_step" if window.plan.steps > 1 else "one_step"
         return Prepared(image=image, tree=encoded.tree, extras=own(extras), mode=mode)
     chosen, extras = split(encoded.tensors)
     # The direct copy may have to wait for memory, which finishes other saves: small state first.
     owned = own(extras)
-    return Prepared(image=copy_directly(chosen), tree=encoded.tree, extras=owned, mode=direct_mode)
+    return Prepared(image=copy_directly(chosen), tree=encoded.tree, extras=owned, mode=direct_mode, stale=stale)
+
+
+def _stale(tensors: Mapping[str, Tensor], in_image: set[str], image: Image | None) -> tuple[str, ...]:
+    """Names that the image gives to one tensor and the state to another: a buffer or parameter was replaced."""
+    names = {spec.name for spec in image.layout.specs} if image is not None else set()
+    return tuple(name for name in tensors if name in names and name not in in_image and tensors[name].numel())
 
 
 def _covers(referenced: set[str], image: Image) -> bool:

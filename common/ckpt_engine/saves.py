@@ -23,6 +23,7 @@ from ckpt_engine.image.arena import HostBuffer
 from ckpt_engine.image.layout import Layout, TensorSpec
 from ckpt_engine.image.manifest import FileRecord, Manifest, TensorRecord
 from ckpt_engine.observe.record import SaveRecord
+from ckpt_engine.observe.timeline import Timeline
 from ckpt_engine.storage.transaction import Transaction
 
 if TYPE_CHECKING:
@@ -136,6 +137,7 @@ class SaveQueue:
         timeout: Bound in seconds on waiting for replay.
         direct_io: Write images with direct I/O where possible.
         on_record: Called with every record, failed ones included.
+        timeline: Records when images are written.
         clock: Seconds, monotonic.
     """
 
@@ -144,6 +146,7 @@ class SaveQueue:
     timeout: float
     direct_io: bool
     on_record: Callable[[SaveRecord], None]
+    timeline: Timeline
     clock: Callable[[], float]
     last_failed: bool = False
     failures: list[SaveFailedError] = field(default_factory=list)
@@ -151,6 +154,10 @@ class SaveQueue:
     def save(self, image: Image, request: SaveRequest, handle: SaveHandle) -> None:
         """Queue one save."""
         self.worker.submit(lambda: self._run(image, request, handle))
+
+    def refuse(self, handle: SaveHandle, error: SaveFailedError) -> None:
+        """Queue a save that does not happen: what follows it must not either."""
+        self.worker.submit(lambda: self._refuse(handle, error))
 
     def then(self, action: Callable[[], None], what: str) -> None:
         """Queue an action that must not happen before, or without, the saves queued so far."""
@@ -161,9 +168,15 @@ class SaveQueue:
         failures, self.failures = self.failures, []
         return failures
 
+    def _refuse(self, handle: SaveHandle, error: SaveFailedError) -> None:
+        self.last_failed = True
+        handle.finish(None, error)
+
     def _follow(self, action: Callable[[], None], what: str) -> None:
-        if self.last_failed:
-            return
+        if not self.last_failed:
+            self._try(action, what)
+
+    def _try(self, action: Callable[[], None], what: str) -> None:
         try:
             action()
         except Exception as error:
@@ -175,7 +188,8 @@ class SaveQueue:
         start = self.clock()
         try:
             audit = self._audit(image)
-            record = self._write(image, request, audit, start)
+            with self.timeline.span("persist", "checkpoint", self.clock, step=request.step):
+                record = self._write(image, request, audit, start)
         except BaseException as error:
             failure = error
         finally:
@@ -184,7 +198,8 @@ class SaveQueue:
         if failure is not None:
             record = self._failed(image, request, failure)
         assert record is not None
-        self.on_record(record)
+        kept = record
+        self._try(lambda: self.on_record(kept), "keeping the record")
         handle.finish(record if failure is None else None, failure)
         if failure is None and request.on_commit is not None:
             self._follow(lambda: request.on_commit(record), "the commit callback")  # type: ignore[misc]

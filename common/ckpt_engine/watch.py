@@ -18,6 +18,10 @@ from ckpt_engine.opener import Opener
 
 Before = Callable[[int, "Tensor | None", "Tensor | None"], None]
 """Called with the optimizer's index, the scaler's ``found_inf`` and its ``grad_scale``."""
+Mark = tuple[int, int]
+"""Memory and version of a parameter."""
+_LOOKS = 3
+"""Rounds in which the forward pass is watched for writes to parameters; windows watch their own rounds."""
 
 
 class Watcher:
@@ -40,17 +44,22 @@ class Watcher:
         self._notify_before = before
         self._notify_after = after
         self._rehearsals: dict[int, Rehearsal] = {}
-        self._params = [param_ids(optimizer) for optimizer in context.optimizers]
+        self._looks = _LOOKS
+        self._marks: dict[int, dict[int, Mark]] = {}
         self._taps = [
             OptimizerTap(optimizer, self._before(index), self._after(index))
             for index, optimizer in enumerate(context.optimizers)
         ]
 
     def round_begins(self) -> None:
-        """Forget a step that raised between its two moments."""
+        """Forget a step that raised between its two moments; look for parameters that the forward pass writes."""
         self._rehearsals.clear()
+        self._marks = {}
         for tap in self._taps:
             tap.abandon()
+        if self._looks > 0:
+            self._looks -= 1
+            self._marks = {i: _marks(optimizer) for i, optimizer in enumerate(self._context.optimizers)}
 
     @property
     def updating(self) -> bool:
@@ -73,18 +82,13 @@ class Watcher:
             for tap in self._taps:
                 tap.muted = False
 
-    def params_changed(self) -> bool:
-        """Whether parameters joined or left an optimizer since the last call."""
-        now = [param_ids(optimizer) for optimizer in self._context.optimizers]
-        changed, self._params = now != self._params, now
-        return changed
-
     def _before(self, index: int) -> Callable[[OptimizerTap], None]:
         def before(tap: OptimizerTap) -> None:
             self._meter.before_update()
             found_inf = _tensor(getattr(tap.optimizer, "found_inf", None))
             scale = _tensor(getattr(tap.optimizer, "grad_scale", None))
             with torch.no_grad():
+                self._look(index)
                 self._rehearse(index, found_inf, scale)
                 self._notify_before(index, found_inf, scale)
 
@@ -101,13 +105,26 @@ class Watcher:
 
         return after
 
+    def _look(self, index: int) -> None:
+        then = self._marks.pop(index, {})
+        now = _marks(self._context.optimizers[index]) if then else {}
+        self._opener.early |= {key for key in then.keys() & now.keys() if then[key] != now[key]}
+        # The update that comes now writes what several optimizers share.
+        for key in now:
+            for others in self._marks.values():
+                others.pop(key, None)
+
     def _rehearse(self, index: int, found_inf: Tensor | None, scale: Tensor | None) -> None:
         skipped = found_inf is not None and bool(found_inf.item()) if index not in self._opener.proven else True
         if skipped or index in self._rehearsals:
             return
         units = [unit for unit in self._opener.units() if unit.optimizer == index]
         optimizer, traits = self._context.optimizers[index], self._context.traits[index]
-        rehearsal = begin_rehearsal(optimizer, traits, units, found_inf=found_inf, scale=scale)
+        try:
+            rehearsal = begin_rehearsal(optimizer, traits, units, found_inf=found_inf, scale=scale)
+        except Exception as error:
+            self._give_up_replay(index, f"its update cannot be replayed ({error})")
+            return
         if rehearsal is not None:
             self._rehearsals[index] = rehearsal
 
@@ -117,20 +134,24 @@ class Watcher:
             audit = end_rehearsal(rehearsal, optimizer, rtol=self._context.config.audit_rtol)
             problem = "" if audit.passed else f"a replay of its update differs by up to {audit.max_error:.3g}"
         except Exception as error:
-            problem = f"its update cannot be replayed ({error!r})"
+            problem = f"its update cannot be replayed ({error})"
         self._opener.proven.add(index)
         if problem:
-            self._opener.direct.update(param_ids(optimizer))
+            self._give_up_replay(index, problem)
+
+    def _give_up_replay(self, index: int, problem: str) -> None:
+        self._opener.proven.add(index)
+        self._opener.unreplayable.add(index)
+        if self._context.config.mode in ("auto", "multi_step"):
             warnings.warn(
-                f"{type(optimizer).__name__} is checkpointed by copying its state during the one step after the "
-                f"target: {problem}.",
+                f"{type(self._context.optimizers[index]).__name__} is checkpointed by copying its state during the "
+                f"one step after the target: {problem}.",
                 stacklevel=2,
             )
 
 
-def param_ids(optimizer: Optimizer) -> list[int]:
-    """Identities of an optimizer's parameters, in order."""
-    return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+def _marks(optimizer: Optimizer) -> dict[int, Mark]:
+    return {id(p): (p.data_ptr(), p._version) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _tensor(value: object) -> Tensor | None:

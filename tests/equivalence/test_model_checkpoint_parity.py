@@ -129,7 +129,7 @@ def test_each_checkpoint_holds_the_same_weights_optimizer_and_schedule(tmp_path:
         ours = state_of(tmp_path / "OverlappedCheckpoint-11" / name)
         theirs = torch.load(tmp_path / "ModelCheckpoint-11" / name, weights_only=False)
         assert set(theirs) <= set(ours)
-        # Their progress counters differ on purpose: theirs are those of a batch that is not quite over, ours lie behind it.
+        # Progress counters differ on purpose: theirs are those of a batch that is not quite over.
         for key in ("state_dict", "optimizer_states", "lr_schedulers", "hyper_parameters", "global_step"):
             assert (key in ours) == (key in theirs)
             assert differences(ours.get(key), theirs.get(key)) == [], f"{name}: {key}"

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from ckpt_engine.image.manifest import Manifest
 from ckpt_engine.restore.reader import load, load_newest, verify
 from ckpt_engine.storage.backend import backend_for, join
 from ckpt_engine.storage.cleanup import remove_checkpoint
+
+from tests.conftest import write_checkpoint
 
 IMAGE = "rank-00000.safetensors"
 
@@ -242,3 +245,13 @@ class limited_memory:  # noqa: N801
 
     def __exit__(self, *_: object) -> None:
         resource.setrlimit(resource.RLIMIT_AS, self.before)
+
+
+def test_the_state_of_a_generator_can_be_set_as_it_was_loaded(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(11)
+    # Ahead of it in the file is something else, so that it does not lie at the start of its buffer.
+    write_checkpoint(str(tmp_path / "a.ckpt"), {"other": torch.ones(3), "generator": generator.get_state()})
+    state: Any = load(str(tmp_path / "a.ckpt")).state
+    again = torch.Generator()
+    again.set_state(state["generator"])
+    assert torch.equal(torch.rand(5, generator=again), torch.rand(5, generator=generator))

@@ -34,6 +34,11 @@ class GradientLog:
         """Whether an update of optimizer ``index`` was announced and not reported as applied."""
         return index in self._pending
 
+    @property
+    def pending(self) -> list[int]:
+        """Optimizers whose last announced update was not reported as applied."""
+        return list(self._pending)
+
     def open(
         self, index: int, blocks: Sequence[Captured], *, found_inf: Tensor | None, scale: Tensor | None
     ) -> list[Unit]:

@@ -24,6 +24,10 @@ class Meter:
 
     Args:
         clock: Seconds, monotonic.
+
+    Attributes:
+        last: When the last round began, when its first update did, and when its last update ended; None for a round
+            without an update.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -34,6 +38,7 @@ class Meter:
         self._steps: deque[float] = deque(maxlen=_RECENT)
         self._hidden: deque[float] = deque(maxlen=_RECENT)
         self._updates: deque[float] = deque(maxlen=_RECENT)
+        self.last: tuple[float, float, float] | None = None
 
     def step_begin(self) -> None:
         """A round begins."""
@@ -51,8 +56,10 @@ class Meter:
     def step_end(self) -> None:
         """The round is complete. One without an update (a skipped step) says nothing about a usual one."""
         end = self._clock()
+        self.last = None
         if self._begin is None or self._before is None or self._after is None:
             return
+        self.last = (self._begin, self._before, self._after)
         self._steps.append(end - self._begin)
         self._hidden.append(self._before - self._begin)
         self._updates.append(self._after - self._before)

@@ -14,9 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ckpt_engine.capture.audit import AuditResult, Sample, compare
+from ckpt_engine.capture.rng import rng_state, same_streams, set_rng_state
 from ckpt_engine.capture.shadow import Captured, LogEntry, ShadowOptimizer, dense_like, hyper_of
 from ckpt_engine.capture.traits import Traits
 from ckpt_engine.capture.units import CUT, Block, Unit, state_tensors
+from ckpt_engine.errors import SaveFailedError
 
 MAX_ELEMENTS = 64 * 1024
 UNITS_PER_GROUP = 2
@@ -53,8 +55,12 @@ def begin_rehearsal(
 
 
 def end_rehearsal(rehearsal: Rehearsal, optimizer: Optimizer, *, rtol: float) -> AuditResult:
-    """Replay the copies and compare them with the tensors that the live update has just written."""
-    rehearsal.shadow.replay(rehearsal.entry)
+    """Replay the copies and compare them with the tensors that the live update has just written.
+
+    Raises:
+        Exception: What the replay raised; an update that draws random numbers raises SaveFailedError.
+    """
+    _replay_without_dice(rehearsal)
     samples, image = [], {}
     for captured in rehearsal.unit_blocks:
         rehearsal.shadow.settle(captured)
@@ -69,6 +75,18 @@ def end_rehearsal(rehearsal: Rehearsal, optimizer: Optimizer, *, rtol: float) ->
             samples.append(Sample(name=name, low=0, values=part.to("cpu", copy=True).reshape(-1), exact=exact))
             image[name] = copies[name].reshape(-1)
     return compare(samples, image, kind="rehearsal", rtol=rtol)
+
+
+def _replay_without_dice(rehearsal: Rehearsal) -> None:
+    # A replay that drew from the global streams would change the training that it follows.
+    streams = rng_state()
+    try:
+        rehearsal.shadow.replay(rehearsal.entry)
+        drawn = not same_streams(streams, rng_state())
+    finally:
+        set_rng_state(streams)
+    if drawn:
+        raise SaveFailedError("it draws random numbers")
 
 
 def _grad(unit: Unit) -> Tensor:

@@ -58,6 +58,26 @@ def set_rng_state(state: Mapping[str, object]) -> None:
     _set_accelerators(state)
 
 
+def same_streams(left: object, right: object) -> bool:
+    """Whether two records of :func:`rng_state` are equal, that is, whether nobody drew in between.
+
+    Example:
+        >>> before = rng_state()
+        >>> same_streams(before, rng_state())
+        True
+        >>> _ = torch.rand(1)
+        >>> same_streams(before, rng_state())
+        False
+    """
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        return left.keys() == right.keys() and all(same_streams(left[key], right[key]) for key in left)
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) == len(right) and all(map(same_streams, left, right))
+    return left == right
+
+
 @contextmanager
 def forked_rng() -> Iterator[None]:
     """Run a block and put every stream back as it was."""

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ckpt_engine.capture.traits import Traits
 from ckpt_engine.capture.units import Block, cut
+from ckpt_engine.errors import ConfigError
 
 CACHE_ELEMENTS = 256 * 1024
 """Elements per piece for the for-loop kernels: a piece with its state and gradient stays in cache."""
@@ -81,11 +82,15 @@ class ShadowOptimizer:
     Args:
         live: The optimizer that training steps.
         traits: What is known about it.
+
+    Raises:
+        ConfigError: The optimizer keeps something that a twin cannot have a copy of, so that a replay could reach
+            into the live training.
     """
 
     def __init__(self, live: Optimizer, traits: Traits) -> None:
         self._traits = traits
-        self._optimizer = _empty_twin(live)
+        self._optimizer = _empty_twin(live, traits)
         step: Any = type(live).step
         # The undecorated step: the decorated one would run the user's global step hooks from a background thread.
         self._step = step.__wrapped__ if getattr(step, "hooked", False) else step
@@ -188,12 +193,20 @@ def _piece_of(captured: Captured, value: Tensor, low: int, high: int) -> Tensor 
     return value[low:high]
 
 
-def _empty_twin(live: Optimizer) -> Optimizer:
+def _empty_twin(live: Optimizer, traits: Traits) -> Optimizer:
     """An instance of the same class with the same attributes and no parameters, made without its constructor."""
     twin: Optimizer = object.__new__(type(live))
     for key, value in vars(live).items():
-        if key not in _OWN and not key.startswith("_optimizer_") and not callable(value):
-            twin.__dict__[key] = value
+        if key in _OWN or key.startswith("_optimizer_") or callable(value):
+            continue
+        try:
+            twin.__dict__[key] = _detached(value)
+        except TypeError as error:
+            # Classes of torch read nothing but plain values: what else is there, somebody hung on the instance.
+            if not traits.proven:
+                raise ConfigError(
+                    f"{type(live).__name__}.{key} holds {error}, of which a replay cannot have its own copy."
+                ) from error
     for hooks in [key for key in vars(live) if key.startswith("_optimizer_")]:
         twin.__dict__[hooks] = OrderedDict()
     twin.__dict__["defaults"] = dict(live.defaults)
@@ -203,6 +216,29 @@ def _empty_twin(live: Optimizer) -> Optimizer:
         for group in live.param_groups
     ]
     return twin
+
+
+def _detached(value: Any) -> Any:
+    """Copy an attribute so that nothing of the live optimizer can be reached through it.
+
+    Raises:
+        TypeError: It is, or holds, a parameter, a generator or any other object with a life of its own.
+    """
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device)):
+        return value
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.requires_grad:
+        return _host(value)
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(_detached(item) for item in value)
+    if isinstance(value, dict):
+        copied = {_detached(key): _detached(item) for key, item in value.items()}
+        if type(value) is dict:
+            return copied
+        if type(value) is OrderedDict:
+            return OrderedDict(copied)
+        if type(value) is defaultdict:
+            return defaultdict(value.default_factory, copied)
+    raise TypeError(f"a {type(value).__name__}")
 
 
 def working_copy(view: Tensor, live: Tensor) -> Tensor:

@@ -73,6 +73,7 @@ class Unit:
         group: Index of its parameter group.
         state_keys: Keys of the optimizer state tensors that are part of the image.
         direct: It cannot be replayed: copied only once the target state is reached.
+        early: Something writes it during the forward pass, so it is copied while training waits at the target.
         flat: The tensor and its same-shaped state are contiguous, so blocks are slices of the flat memory.
     """
 
@@ -82,6 +83,7 @@ class Unit:
     group: int = -1
     state_keys: tuple[str, ...] = ()
     direct: bool = False
+    early: bool = False
     flat: bool = True
     blocks: list[Block] = field(default_factory=list)
 

@@ -30,6 +30,9 @@ from ckpt_engine.errors import SaveFailedError
 from ckpt_engine.image.arena import HostBuffer
 from ckpt_engine.image.layout import Layout
 
+_SMALL = 1 << 20
+"""Bytes of a static tensor up to which it is compared whole: cheap, and no write through ``.data`` escapes."""
+
 
 class Window:
     """The capture of one target step into one arena.
@@ -75,8 +78,8 @@ class Window:
         self._copier = BlockCopier(self._views, context.optimizers)
         self._guard = Guard(context.optimizers)
         self._shadows = [
-            ShadowOptimizer(optimizer, traits) if traits.grain != "never" else None
-            for optimizer, traits in zip(context.optimizers, context.traits, strict=True)
+            ShadowOptimizer(optimizer, traits) if any(u.optimizer == i and not u.direct for u in units) else None
+            for i, (optimizer, traits) in enumerate(zip(context.optimizers, context.traits, strict=True))
         ]
         self._log = GradientLog(context, self.stats)
         self._held: dict[Block, Captured] = {}
@@ -97,8 +100,10 @@ class Window:
             return
         if self.sealed:
             self._close_boundary()
+            self._take_early()
             self._take(None)
             return
+        self._recapture(self._guard.changed(self._captured_units()))
         self._take(self._budgets[self._part] if self._part < len(self._budgets) else 0)
         self._part += 1
 
@@ -110,11 +115,12 @@ class Window:
         if self.sealed:
             self.finish()
             return
-        self._recapture(self._guard.changed(self._units_of(index)))
+        # Declared fences have passed by now, so this finds gradients that were overwritten without one.
+        self.fence()
+        self._spoil_early(self._guard.changed(self._units_of(index)))
         if self._log.is_pending(index):
             # The step before this one raised inside its update, or this closure runs a second time.
-            self.spoil([u for u in self.units if u.optimizer == index], "an update was not applied as announced")
-            self._log.discard(index)
+            self._spoil_unapplied(index)
             return
         blocks = [held for block, held in self._held.items() if block.unit.optimizer == index and not block.unit.direct]
         sparse = self._log.open(index, blocks, found_inf=found_inf, scale=scale)
@@ -145,10 +151,22 @@ class Window:
     def seal(self) -> None:
         """Training is at the target: copy what the next forward may change."""
         self._wait_for_copies()
+        for index in self._log.pending:
+            self._spoil_unapplied(index)
+        self._take_early()
         self._take_static()
         for unit in self._optimized():
             self._guard.note_once(unit)
         self.sealed = True
+
+    def moved(self) -> bool:
+        """Whether anything was written since the window was sealed: what is live now is another state."""
+        return bool(self._guard.changed(self.units))
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing more is captured; the saves that wait for this window fail with ``error``."""
+        self._error = self._error or error
+        self.captured = True
 
     def _close_boundary(self) -> None:
         """The last moment before the next round: parameters are final, hooks that ran after the save included."""
@@ -180,6 +198,8 @@ class Window:
         """Copy whatever is missing, now; only right while the state is the target's."""
         if self.captured:
             return
+        self.fence()
+        self._refuse_torn_copies()
         self._close_boundary()
         self._take(None)
         self._wait_for_copies()
@@ -198,6 +218,8 @@ class Window:
         Raises:
             SaveFailedError: Replay failed, or the image does not equal the live state.
         """
+        if isinstance(self._error, SaveFailedError):
+            raise self._error
         if self._error is not None:
             raise SaveFailedError(
                 f"The window for step {self.target} could not be replayed: {self._error!r}. "
@@ -230,6 +252,28 @@ class Window:
         self._recapture([unit for unit in units if any(block in self._held for block in unit.blocks)])
         self._queue = deque(sorted(self._queue, key=lambda block: block.unit.direct))
 
+    def _spoil_unapplied(self, index: int) -> None:
+        self.spoil([u for u in self.units if u.optimizer == index], "an update was not applied as announced")
+        self._log.discard(index)
+
+    def _spoil_early(self, units: Sequence[Unit]) -> None:
+        """Parameters written between the start of a round and its update cannot be copied while it runs."""
+        for unit in units:
+            unit.early = True
+        if units:
+            self.spoil(units, f"the forward pass writes {_named(units)}, copied while training waits at the target")
+
+    def _refuse_torn_copies(self) -> None:
+        """After the boundary was closed, parameters may change only once their copies are made."""
+        written = [unit for unit in self._guard.changed(self._optimized()) if not unit.early] if self._closed else []
+        for unit in written:
+            unit.early = True
+        if written:
+            self._error = self._error or SaveFailedError(
+                f"{_named(written)} was written during the forward pass after step {self.target}, while it was being "
+                "copied: this save is dropped, and later ones copy it while training waits at the target."
+            )
+
     # -- copying ---------------------------------------------------------------------------------------------------
 
     def _initial_queue(self) -> list[Block]:
@@ -261,6 +305,9 @@ class Window:
     def _capture(self, block: Block) -> None:
         held, copies = self._copier.plan(block)
         self._held[block] = held
+        if block.unit.is_static:
+            # Until the window is sealed, the arena holds neither the old content nor surely the new one.
+            self._resident.pop(block.unit.fqn, None)
         self._guard.note_once(block.unit)
         ticket = self._submit_copies(copies)
         shadow = None if block.unit.is_static or self.sealed else self._shadows[block.unit.optimizer]
@@ -284,7 +331,18 @@ class Window:
     def _wait_for_copies(self) -> None:
         tickets, self._tickets = self._tickets, []
         if tickets:
-            self.stats.stall_s += self._context.link.barrier(tickets, self._context.config.save_timeout_s)
+            stalled = self._context.link.barrier(tickets, self._context.config.save_timeout_s)
+            self.stats.stall_s += stalled
+            now = self._context.clock()
+            self._context.timeline.add("stall", "barrier", now - stalled, now)
+
+    def _take_early(self) -> None:
+        """Units that the forward pass writes are copied while training waits."""
+        wanted = [block for block in self._queue if block.unit.early]
+        self._queue = deque(block for block in self._queue if not block.unit.early)
+        for block in wanted:
+            self._capture(block)
+        self._wait_for_copies()
 
     def _take_static(self) -> None:
         """Static tensors are written by nobody between updates, so they are verified, and copied if they were."""
@@ -306,7 +364,9 @@ class Window:
         # Writes through `.data` leave no mark in the version counter: look at the values.
         if any(block.unit is unit for block in wanted):
             return False
-        samples = take_samples([unit], self._context.optimizers, kind="sample", seed=self.target)
+        whole = self._context.config.audit == "full" or unit.tensor.nbytes <= _SMALL
+        kind = "full" if whole else "sample"
+        samples = take_samples([unit], self._context.optimizers, kind=kind, seed=self.target)
         return compare(samples, self._views, kind="static", rtol=0.0).different > 0
 
     def _recapture(self, units: Iterable[Unit]) -> None:
@@ -381,5 +441,13 @@ class Window:
     def _optimized(self) -> list[Unit]:
         return [unit for unit in self.units if not unit.is_static]
 
+    def _captured_units(self) -> list[Unit]:
+        return list({block.unit: None for block in self._held if not block.unit.is_static})
+
     def _units_of(self, index: int) -> list[Unit]:
-        return list({block.unit: None for block in self._held if block.unit.optimizer == index})
+        return [unit for unit in self._captured_units() if unit.optimizer == index]
+
+
+def _named(units: Sequence[Unit]) -> str:
+    more = f" and {len(units) - 3} more" if len(units) > 3 else ""
+    return ", ".join(unit.fqn for unit in units[:3]) + more

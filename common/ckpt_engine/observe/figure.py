@@ -10,7 +10,7 @@ Example:
     >>> timeline.add("state copies", "block", 2.0, 2.3, step=2)
     >>> chosen = spans_of_window(timeline.spans, 2)
     >>> [(span.lane, span.step) for span in chosen]
-    [('forward+backward', 2), ('forward+backward', 3), ('state copies', 2)]
+    [('forward+backward', 2), ('state copies', 2)]
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _draw_lane(axes: Axes, row: int, lane: str, spans: Sequence[Span], origin: f
     bars = [(1e3 * (s.start_s - origin), 1e3 * (s.end_s - s.start_s)) for s in spans if s.lane == lane]
     if bars:
         place: Any = (row - _ROW_HEIGHT / 2, _ROW_HEIGHT)
-        axes.broken_barh(bars, place, facecolors=COLOURS[lane], label=lane, linewidth=0)
+        axes.broken_barh(bars, place, facecolors=COLOURS[lane], edgecolors=COLOURS[lane], label=lane, linewidth=0.6)
 
 
 def _label_steps(axes: Axes, spans: Sequence[Span], origin: float) -> None:

@@ -24,12 +24,12 @@ class Span:
     """Something that took time.
 
     Args:
-        lane: The kind of work: ``forward+backward``, ``update``, ``state copies``, ``gradient copies``, ``replay``,
-            ``persist``.
+        lane: The kind of work: ``forward+backward``, ``update``, ``stall``, ``state copies``, ``gradient copies``,
+            ``replay``, ``persist``.
         name: What it was.
         start_s: Begin, seconds on the engine's clock.
         end_s: End.
-        step: The step it belongs to; None where it belongs to none.
+        step: The step it belongs to (the target for copies, replay and persisting); None where it belongs to none.
     """
 
     lane: str

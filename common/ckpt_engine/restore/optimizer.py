@@ -1,7 +1,8 @@
 """Load optimizer state without the casts that torch makes on the way.
 
 ``Optimizer.load_state_dict`` converts every state tensor to its parameter's dtype, except ``step``. Where training
-keeps another one (``mu_product`` of NAdam, ``eta`` of ASGD under 16-bit or 64-bit parameters) the resumed run would differ.
+keeps another one (``mu_product`` of NAdam, ``eta`` of ASGD under 16-bit or 64-bit parameters) the resumed run would
+differ.
 
 Example:
     >>> import torch

@@ -127,7 +127,7 @@ def _fill(directory: str, records: list[FileRecord], memories: Mapping[str, memo
 
 
 def _views(path: str, record: FileRecord, buffer: HostBuffer, manifest: Manifest) -> dict[str, torch.Tensor]:
-    """The tensors of one file, in place. Its header and the manifest must tell the same."""
+    """The tensors of one file, in place except for bytes. Its header and the manifest must tell the same."""
     try:
         layout = Layout.parse(_header(buffer.memory[: record.size]))
     except CheckpointError as error:
@@ -139,7 +139,9 @@ def _views(path: str, record: FileRecord, buffer: HostBuffer, manifest: Manifest
     for tensor in manifest.tensors:
         if tensor.file == record.name:
             _compare(path, layout, tensor)
-    return layout.views(buffer.tensor[: record.size])
+    views = layout.views(buffer.tensor[: record.size])
+    # Bytes may be the state of a torch.Generator, whose set_state reads the storage and ignores the view's offset.
+    return {name: view.clone() if view.dtype == torch.uint8 else view for name, view in views.items()}
 
 
 def _header(data: memoryview) -> bytes:
