@@ -73,7 +73,7 @@ class Boundary:
         loop = self._trainer.fit_loop
         self._original(loop, "_load_combined_loader_states")()
         if loop._combined_loader is not None:
-            watch(loop._combined_loader.flattened)
+            watch(loop._combined_loader.flattened, lambda: bool(self._trainer.training))
 
 
 def _count_epoch(trainer: Trainer) -> None:

@@ -28,7 +28,7 @@ from lightning_ckpt.boundary import Boundary
 from lightning_ckpt.carried import KEY, collect, mid_accumulation
 from lightning_ckpt.checkpoint_io import MANIFEST, OverlappedCheckpointIO
 from lightning_ckpt.links import link_checkpoint
-from lightning_ckpt.loader_position import new_epoch
+from lightning_ckpt.loader_position import new_epoch, starts_anew
 from lightning_ckpt.requeue import publish, requeue_path, writing_path
 from lightning_ckpt.resume import Resume
 from lightning_ckpt.schedule import next_target
@@ -257,8 +257,10 @@ class OverlappedCheckpoint(ModelCheckpoint):
 
     def _before_first(self, data_fetcher: Any) -> None:
         assert self._trainer is not None
-        if self._resume is not None:
-            self._resume.before_first(self._trainer, data_fetcher)
+        if self._resume is None or not self._resume.before_first(self._trainer, data_fetcher):
+            loop = self._trainer.fit_loop
+            assert loop._combined_loader is not None
+            starts_anew(loop._combined_loader.flattened, loop.epoch_loop.batch_progress.current.ready)
         self._plan(self._trainer)
 
     def _between_batches(self) -> None:

@@ -37,9 +37,9 @@ def collect(trainer: Trainer) -> dict[str, Any]:
 def moment(trainer: Trainer) -> str:
     """Where training is.
 
-    ``batch``: between two batches of an epoch. ``epoch``: between two epochs. ``hook``: a batch is trained, but hooks of
-    its end are still to come, as for a ``trainer.save_checkpoint`` in one of them. ``broken``: a batch was begun and not
-    trained, as after an exception. ``other``: at the end of an epoch, or in one that Lightning knows nothing of.
+    ``batch``: between two batches of an epoch. ``epoch``: between two epochs. ``hook``: a batch is trained, but hooks
+    of its end are still to come, as for a ``trainer.save_checkpoint`` in one of them. ``broken``: a batch was begun and
+    not trained, as after an exception. ``other``: in what follows the last batch of an epoch.
     """
     loop = trainer.fit_loop
     epochs: Any = loop.epoch_progress.total

@@ -9,7 +9,7 @@ collated for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,14 +25,17 @@ class SamplerProxy:
     Args:
         inner: The real one.
         loader: The loader that it belongs to; its generators are part of the streams.
+        recording: Whether an iterator made now is one for training; the same loader may serve validation too.
     """
 
-    def __init__(self, inner: Any, loader: Any) -> None:
+    def __init__(self, inner: Any, loader: Any, recording: Callable[[], bool] = lambda: True) -> None:
         self.inner = inner
         self.iterations = 0
+        self.offset = 0
         self.at_iter: Streams | None = None
         self.at_first: Streams | None = None
         self._loader = loader
+        self._recording = recording
         self._skip: int | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -44,6 +47,8 @@ class SamplerProxy:
         return len(self.inner)
 
     def __iter__(self) -> Iterator[Any]:
+        if not self._recording():
+            return iter(self.inner)
         # A loader with workers asks for two iterators and draws from the second: only one that is drawn from counts.
         if self._skip is not None:
             return self._replay(self._skip)
@@ -53,7 +58,7 @@ class SamplerProxy:
     def resume(self, record: Mapping[str, Any]) -> None:
         """The next iterator continues behind ``record["delivered"]`` batches of the recorded one."""
         self.at_iter, self.at_first = record["at_iter"], record["at_first"]
-        self.iterations = int(record["iterations"])
+        self.iterations, self.offset = int(record["iterations"]), int(record["offset"])
         self._skip = int(record["delivered"])
 
     def _follow(self, iterator: Iterator[Any], at_iter: Streams) -> Iterator[Any]:
@@ -133,13 +138,18 @@ def _slot(loader: Any) -> str | None:
     return "sampler" if loader.batch_sampler is None else "batch_sampler"
 
 
-def watch(loaders: Sequence[Any]) -> None:
-    """Wrap the samplers of map-style loaders; a loader that is watched already is left alone."""
+def watch(loaders: Sequence[Any], recording: Callable[[], bool] = lambda: True) -> None:
+    """Wrap the samplers of map-style loaders; a loader that is watched already is left alone.
+
+    Args:
+        loaders: The training loaders.
+        recording: Whether an iterator made now is one for training.
+    """
     for loader in loaders:
         slot = _slot(loader)
         if slot is not None and not isinstance(getattr(loader, slot), SamplerProxy):
             # DataLoader refuses assignment to these attributes after construction.
-            loader.__dict__[slot] = SamplerProxy(getattr(loader, slot), loader)
+            loader.__dict__[slot] = SamplerProxy(getattr(loader, slot), loader, recording)
 
 
 def unwatch(loaders: Sequence[Any]) -> None:
@@ -169,11 +179,13 @@ def position(loaders: Sequence[Any], delivered: int) -> list[dict[str, Any]]:
             kind = "stateful" if is_stateful(loader) else "plain"
             records.append({"kind": kind, "delivered": delivered})
             continue
+        earlier = (proxy.iterations - 1) * len(loader) if proxy.iterations > 1 else 0
         records.append(
             {
                 "kind": "sampler",
-                "delivered": delivered - (proxy.iterations - 1) * len(loader) if proxy.iterations > 1 else delivered,
+                "delivered": delivered - earlier - proxy.offset,
                 "iterations": proxy.iterations,
+                "offset": proxy.offset,
                 "at_iter": proxy.at_iter,
                 "at_first": proxy.at_first,
             }
@@ -186,7 +198,18 @@ def new_epoch(loaders: Sequence[Any]) -> None:
     for loader in loaders:
         proxy = proxy_of(loader)
         if proxy is not None:
-            proxy.iterations = 0
+            proxy.iterations = proxy.offset = 0
+
+
+def starts_anew(loaders: Sequence[Any], delivered: int) -> None:
+    """Lightning counts ``delivered`` batches of this epoch, but the loaders start at their beginning.
+
+    So it resumes from a checkpoint that holds no position.
+    """
+    for loader in loaders:
+        proxy = proxy_of(loader)
+        if proxy is not None:
+            proxy.offset = delivered
 
 
 def resume(loaders: Sequence[Any], records: Sequence[Mapping[str, Any]]) -> bool:

@@ -37,7 +37,7 @@ class Resume:
         restore_gradients(trainer, self._carried.get("gradients", {}))
         trainer._logger_connector._callback_metrics.update(self._carried.get("callback_metrics", {}))
         self._optimizer_states = []
-        if self.moment == "batch":
+        if self.moment in ("batch", "broken", "hook"):
             _without_warning(trainer)
 
     def on_epoch_start(self, trainer: Trainer) -> None:
@@ -48,10 +48,10 @@ class Resume:
         trainer.fit_loop._resuming_from_checkpoint = False
         self._set_rng()
 
-    def before_first(self, trainer: Trainer, data_fetcher: Any) -> None:
-        """A checkpoint within an epoch: the loaders continue where they were."""
+    def before_first(self, trainer: Trainer, data_fetcher: Any) -> bool:
+        """A checkpoint within an epoch: the loaders continue where they were. Whether they do."""
         if self._rng_is_set:
-            return
+            return False
         loop = trainer.fit_loop
         assert loop._combined_loader is not None
         loaders = loop._combined_loader.flattened
@@ -63,6 +63,7 @@ class Resume:
         if self.moment in ("batch", "broken"):
             _go_on_normally(trainer)
         self._set_rng()
+        return self.moment in ("batch", "broken", "hook")
 
     def on_train_batch_end(self, trainer: Trainer) -> None:
         """Metrics of the resumed epoch exist from its first batch on."""
@@ -119,7 +120,7 @@ def _without_warning(trainer: Trainer) -> None:
     original = epoch_loop.reset
 
     def reset() -> None:
-        del epoch_loop.reset
+        epoch_loop.__dict__.pop("reset", None)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
             original()

@@ -230,9 +230,12 @@ class Outcome:
 
 
 def saver(folder: Path, capture: str = "multi_step", **options: Any) -> OverlappedCheckpoint:
-    """The callback under test: tiny blocks, so that every tensor is cut; a full audit, so that nothing hides."""
+    """The callback under test: tiny blocks, so that every tensor is cut; a full audit, so that nothing hides.
+
+    Steps of this toy are faster than the disk: there is an image for every save, so that each gets its whole window.
+    """
     window = 3 if capture == "multi_step" else None
-    config = CheckpointConfig(mode=capture, window_steps=window, block_bytes=4096, audit="full")  # type: ignore[arg-type]
+    config = CheckpointConfig(mode=capture, window_steps=window, block_bytes=4096, audit="full", max_images=8)  # type: ignore[arg-type]
     return OverlappedCheckpoint(dirpath=folder, config=config, **{"save_top_k": -1} | options)
 
 

@@ -147,7 +147,9 @@ def test_a_failing_save_warns_training_goes_on_and_the_older_checkpoint_stays(tm
 
 def test_saves_after_a_failed_one_succeed_again(tmp_path: Path) -> None:
     folder = tmp_path / "c"
-    callback = OverlappedCheckpoint(dirpath=folder, every_n_train_steps=2, save_top_k=-1, capture="async", filename="{step}")
+    callback = OverlappedCheckpoint(
+        dirpath=folder, every_n_train_steps=2, save_top_k=-1, capture="async", filename="{step}"
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fit(callback, InTheWay(folder, at=3, until=4), max_steps=8)

@@ -50,6 +50,7 @@ class Several(Tiny):
 
 def both_runs(folder: Path, step: int, make: Any, module: type[Tiny] = Tiny, **options: Any) -> tuple[Any, Any, Any]:
     """The whole run and one resumed at ``step``; the resumed run's loader too."""
+    options = {"max_epochs": 2, "validate": False} | options
     keep = OverlappedCheckpoint(dirpath=folder, every_n_train_steps=step, save_top_k=-1, filename="{step}")
     whole = fit(keep, module=module(), loader=make(), **options)
     loader = make()
@@ -65,7 +66,7 @@ def assert_exact(whole: Any, resumed: Any) -> None:
     assert differences(final(*resumed), final(*whole)) == []
 
 
-@pytest.mark.parametrize("step", [1, BATCHES - 1, BATCHES, BATCHES + 2, 2 * BATCHES + 3])
+@pytest.mark.parametrize("step", [1, BATCHES - 1, BATCHES, BATCHES + 2])
 def test_a_shuffled_loader_goes_on_where_it_was_and_skipped_items_are_never_fetched(tmp_path: Path, step: int) -> None:
     whole, resumed, loader = both_runs(tmp_path, step, rows)
     assert_exact(whole, resumed)
@@ -99,18 +100,18 @@ def in_order() -> DataLoader[torch.Tensor]:
 
 @pytest.mark.parametrize("make", [own_generator, sampler_with_generator, own_batch_sampler, in_order])
 def test_generators_and_samplers_given_by_the_user_are_followed(tmp_path: Path, make: Any) -> None:
-    whole, resumed, loader = both_runs(tmp_path, BATCHES + 2, make)
+    whole, resumed, loader = both_runs(tmp_path, 2, make)
     assert_exact(whole, resumed)
-    assert loader.dataset.seen == [index for batch in whole[0].ids[BATCHES + 2 :] for index in batch]
+    assert loader.dataset.seen == [index for batch in whole[0].ids[2:] for index in batch]
 
 
 def test_a_loader_that_does_not_batch_goes_on_where_it_was(tmp_path: Path) -> None:
     def make() -> DataLoader[torch.Tensor]:
         return DataLoader(Rows(BATCHES), batch_size=None, shuffle=True)
 
-    whole, resumed, loader = both_runs(tmp_path, BATCHES + 2, make, OneRow)
+    whole, resumed, loader = both_runs(tmp_path, 2, make, OneRow)
     assert_exact(whole, resumed)
-    assert loader.dataset.seen == [batch[0] for batch in whole[0].ids[BATCHES + 2 :]]
+    assert loader.dataset.seen == [batch[0] for batch in whole[0].ids[2:]]
 
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])

@@ -127,6 +127,7 @@ class GradientLog:
                 whole = flat.setdefault(unit, source.reshape(-1))
                 source = whole[held.block.low : held.block.high]
             buffer = self._context.staging.take(source.nbytes)
+            self._context.link.pin(buffer)
             target = dense_like(buffer, source)
             buffers.append(buffer)
             if source.numel():
