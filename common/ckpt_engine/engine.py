@@ -82,7 +82,7 @@ class Engine:
         self._clock = clock
         self._link = link
         self._meter = Meter(clock)
-        self._pool = ArenaPool(self.config.max_images)
+        self._pool = ArenaPool(self.config.max_images, before_free=self._unpin)
         self._staging = StagingPool()
         self._replay = Worker("replay")
         self._persist = Worker("persist", nice=19)
@@ -418,6 +418,10 @@ class Engine:
         self.records.append(record)
         if self.config.metrics_path is not None:
             append_record(self.config.metrics_path, record)
+
+    def _unpin(self, buffer: Tensor) -> None:
+        if self._link is not None:
+            self._link.unpin(buffer)
 
     def _note_round(self, step: int) -> None:
         if self._meter.last is not None:

@@ -79,7 +79,7 @@ class Opener:
         """What a layout depends on: the parameters of every group, their types and how they lie in memory."""
         return [
             [
-                [(id(p), p.dtype, tuple(p.shape), tuple(p.stride())) for p in group["params"]]
+                [(id(p), p.dtype, tuple(p.shape), _stride(p), p.requires_grad) for p in group["params"]]
                 for group in optimizer.param_groups
             ]
             for optimizer in self._context.optimizers
@@ -131,7 +131,9 @@ class Opener:
 
     def recent_units(self) -> list[Unit]:
         """Units good enough to plan with, listed again only when optimizers have gained parameters or state."""
-        sizes = [len(o.state) + sum(len(group["params"]) for group in o.param_groups) for o in self._context.optimizers]
+        groups = [group["params"] for o in self._context.optimizers for group in o.param_groups]
+        sizes = [len(o.state) for o in self._context.optimizers]
+        sizes += [len(group) + sum(p.requires_grad for p in group) for group in groups]
         found = (len(self.direct), len(self.early), len(self.unreplayable))
         signature = (*sizes, *found, sum(window.failed for window in self._unjudged))
         if signature != self._signature:
@@ -195,7 +197,7 @@ class Opener:
 
     def learn(self, window: Window) -> None:
         """Keep what a window found out about its units."""
-        self.direct |= {id(unit.tensor) for unit in window.units if unit.direct and not unit.is_static}
+        self.direct |= window.spoiled
         self.early |= {id(unit.tensor) for unit in window.units if unit.early}
         self._unjudged.append(window)
         self.verified = self.verified or (window.plan.steps > 1 and window.captured)
@@ -215,3 +217,7 @@ class Opener:
         if text != self._last_plan:
             self._last_plan = text
             logger.info("checkpoint window: %s", text)
+
+
+def _stride(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.stride()) if is_plain(tensor) else ()

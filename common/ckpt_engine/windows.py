@@ -20,7 +20,8 @@ from ckpt_engine.saves import Image
 
 logger = logging.getLogger("ckpt_engine")
 
-_WORTH_RESERVING = 32 * 1024 * 1024
+_WORTH_RESERVING = 256 * 1024 * 1024
+"""Images below this are touched faster than it is worth keeping a window waiting for."""
 
 
 class SkippedError(SaveFailedError):

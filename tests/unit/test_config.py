@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 import pytest
-
 from ckpt_engine.config import CheckpointConfig
 from ckpt_engine.errors import ConfigError
 

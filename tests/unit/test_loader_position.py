@@ -55,9 +55,7 @@ def both_runs(folder: Path, step: int, make: Any, module: type[Tiny] = Tiny, **o
     whole = fit(keep, module=module(), loader=make(), **options)
     loader = make()
     idle = OverlappedCheckpoint(dirpath=folder / "idle", every_n_train_steps=1000)
-    resumed = fit(
-        idle, module=module(), loader=loader, ckpt_path=str(folder / f"step={step}.ckpt"), seed=99, **options
-    )
+    resumed = fit(idle, module=module(), loader=loader, ckpt_path=str(folder / f"step={step}.ckpt"), seed=99, **options)
     return whole, resumed, loader
 
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import threading
 
 import pytest
-
 from ckpt_engine.capture.worker import Worker
 from ckpt_engine.errors import SaveTimeoutError
 

@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,16 @@ from ckpt_engine.errors import SaveTimeoutError
 
 AHEAD = 4
 """Pieces of state on the stream at once: enough to keep the wire busy, few enough to let gradients pass."""
+_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for every CUDA context of the process."""
+
+
+def _event(*, timing: bool = False) -> Any:
+    return torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 class CudaTicket:
@@ -31,9 +42,9 @@ class CudaTicket:
         self.nbytes = sum(copy.nbytes for copy in copies)
         self.on_done = on_done
         self.error: BaseException | None = None
-        self.ready = torch.cuda.Event()
-        self.begin = torch.cuda.Event(enable_timing=True)
-        self.end = torch.cuda.Event(enable_timing=True)
+        self.ready = _event()
+        self.begin = _event(timing=True)
+        self.end = _event(timing=True)
         self.started = False
         self.enqueued = False
         self.finished = threading.Event()
@@ -67,11 +78,11 @@ class CudaLink:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.bytes_copied = 0
-        self._stream = torch.cuda.Stream(device)
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._rate = Rate()
         self._urgent: deque[CudaTicket] = deque()
         self._normal: deque[CudaTicket] = deque()
-        self._in_flight: deque[torch.cuda.Event] = deque()
+        self._in_flight: deque[Any] = deque()
         self._finishing: deque[CudaTicket] = deque()
         self._changed = threading.Condition()
         self._closed = False
@@ -125,6 +136,11 @@ class CudaLink:
         if not idle:
             raise SaveTimeoutError(f"Copies from {self.device} were not finished after {timeout:g} s.")
 
+    def unpin(self, buffer: Tensor) -> None:
+        """Take the registration back before the memory is freed."""
+        if buffer.data_ptr() in self._pinned:
+            self._unpin(buffer.data_ptr())
+
     def pin(self, buffer: Tensor) -> None:
         """Register host memory with the driver, once per buffer; without it copies are slow but right."""
         pointer, nbytes = buffer.data_ptr(), buffer.numel() * buffer.element_size()
@@ -132,14 +148,14 @@ class CudaLink:
             return
         if pointer in self._pinned:
             self._unpin(pointer)
-        result = int(torch.cuda.cudart().cudaHostRegister(pointer, nbytes, 0))  # type: ignore[no-untyped-call]
+        result = int(_runtime().cudaHostRegister(pointer, nbytes, _PORTABLE))
         if result == 0:
             self._pinned[pointer] = nbytes
         elif not self._warned:
             self._warned = True
             warnings.warn(
-                f"Host memory could not be pinned (CUDA error {result}): copies will be slow. Raise the limit on locked "
-                "memory (ulimit -l).",
+                f"Host memory could not be pinned (CUDA error {result}): copies will be slow. Raise the limit on "
+                "locked memory (ulimit -l).",
                 stacklevel=2,
             )
 
@@ -154,7 +170,7 @@ class CudaLink:
             self._unpin(pointer)
 
     def _unpin(self, pointer: int) -> None:
-        torch.cuda.cudart().cudaHostUnregister(pointer)  # type: ignore[no-untyped-call]
+        _runtime().cudaHostUnregister(pointer)
         del self._pinned[pointer]
 
     # -- the feeder ------------------------------------------------------------------------------------------------
@@ -193,12 +209,15 @@ class CudaLink:
         piece.dst.copy_(piece.src, non_blocking=True)
         # The caching allocator must not hand the source's memory out again before this stream has read it.
         piece.src.record_stream(self._stream)
-        event = torch.cuda.Event()
+        event = _event()
         event.record(self._stream)
         self._in_flight.append(event)
 
     def _close_job(self, ticket: CudaTicket) -> None:
-        ticket.end.record(self._stream)
+        try:
+            ticket.end.record(self._stream)
+        except BaseException as error:
+            ticket.error = ticket.error or error
         ticket.enqueued = True
         for queue in (self._urgent, self._normal):
             if ticket in queue:

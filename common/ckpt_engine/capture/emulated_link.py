@@ -22,7 +22,8 @@ class EmulatedLink(HostLink):
         >>> from ckpt_engine.capture.link import Copy
         >>> now = [0.0]
         >>> link = EmulatedLink(1e6, clock=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s))
-        >>> ticket = link.submit([Copy(torch.empty(500_000, dtype=torch.uint8), torch.zeros(500_000, dtype=torch.uint8))])
+        >>> source = torch.zeros(500_000, dtype=torch.uint8)
+        >>> ticket = link.submit([Copy(torch.empty_like(source), source)])
         >>> ticket.wait(10)
         >>> round(now[0], 3)
         0.5

@@ -50,8 +50,8 @@ class GradientLog:
         entry = LogEntry(
             hyper=hyper_of(self._context.optimizers[index]),
             grads=[],
-            found_inf=_scalar(found_inf),
-            grad_scale=_scalar(scale),
+            found_inf=_on_host(found_inf),
+            grad_scale=_on_host(scale),
         )
         sparse = {
             held.block.unit: None
@@ -61,6 +61,10 @@ class GradientLog:
         blocks = [held for held in blocks if held.block.unit not in sparse]
         self._make_room(blocks)
         copies, buffers = self._stage(entry, blocks)
+        for host, live in ((entry.found_inf, found_inf), (entry.grad_scale, scale)):
+            if host is not None and live is not None and live.device.type != "cpu":
+                # By the link, in order with the gradients: reading it here would stop the host for the device.
+                copies.append(Copy(host, live.detach()))
         ticket = self._submit(copies) if copies else None
         self._pending[index] = (entry, ticket, buffers)
         survives = self._context.fenced and self._context.traits[index].keeps_grad and scale is None
@@ -145,5 +149,8 @@ class GradientLog:
         return self._context.link.submit(copies, urgent=True, on_done=done)
 
 
-def _scalar(value: Tensor | None) -> Tensor | None:
-    return None if value is None else value.detach().to("cpu", copy=True)
+def _on_host(value: Tensor | None) -> Tensor | None:
+    """A host copy of a scalar; for one on a device only its memory, filled by the link."""
+    if value is None:
+        return None
+    return torch.empty_like(value, device="cpu") if value.device.type != "cpu" else value.detach().clone()

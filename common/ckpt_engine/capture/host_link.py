@@ -122,6 +122,9 @@ class HostLink:
     def pin(self, buffer: Tensor) -> None:
         """Nothing to prepare: both sides are ordinary memory."""
 
+    def unpin(self, buffer: Tensor) -> None:
+        """Nothing was prepared."""
+
     def close(self) -> None:
         """Finish what is queued and stop the thread."""
         with self._changed:

@@ -74,6 +74,9 @@ class DeviceLink(Protocol):
     def pin(self, buffer: Tensor) -> None:
         """Prepare host memory for fast copies; once per buffer."""
 
+    def unpin(self, buffer: Tensor) -> None:
+        """Undo :meth:`pin` before host memory is freed."""
+
     def close(self) -> None:
         """Finish what is queued and stop."""
 

@@ -51,7 +51,7 @@ class Measurements:
     direct_bytes: int = 0
 
     def __post_init__(self) -> None:
-        if not (self.bandwidth > 0 and self.step_s > 0 and 0 <= self.hidden_s):
+        if not (self.bandwidth > 0 and self.step_s > 0 and self.hidden_s >= 0):
             raise ConfigError("Bandwidth and step time must be above 0: measure a few steps before planning.")
         if not 0 <= self.direct_bytes <= self.state_bytes or self.grad_bytes < 0:
             raise ConfigError("Byte counts must not be negative, and direct_bytes is part of state_bytes.")

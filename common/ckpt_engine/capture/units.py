@@ -125,6 +125,11 @@ def state_tensors(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     return {key: value for key, value in entry.items() if isinstance(key, str) and is_plain(value)}
 
 
+def is_frozen(parameter: Tensor, optimizer: Optimizer) -> bool:
+    """Whether an optimizer holds a parameter that it does not update: many loops hand over all of a model."""
+    return not parameter.requires_grad and parameter.grad is None and not optimizer.state.get(parameter)
+
+
 def is_sliced(unit: Unit, value: Tensor) -> bool:
     """Whether a tensor is cut when the unit is: the parameter itself, and state of its shape."""
     return value.dim() > 0 and value.shape == unit.tensor.shape
@@ -159,7 +164,7 @@ def build_units(
                     # Two optimizers write it in turns, so no one log of gradients describes it.
                     units[id(parameter)].direct = True
                     continue
-                if not is_plain(parameter):
+                if not is_plain(parameter) or is_frozen(parameter, optimizer):
                     continue
                 fqn = names.get(id(parameter), f"__unnamed__.{index}.{group_index}.{position}")
                 units[id(parameter)] = _optimized(

@@ -25,7 +25,7 @@ from ckpt_engine.capture.link import Copy, Ticket
 from ckpt_engine.capture.plan import WindowPlan, equal_budgets
 from ckpt_engine.capture.shadow import Captured, LogEntry, ShadowOptimizer
 from ckpt_engine.capture.snapshot import BlockCopier
-from ckpt_engine.capture.units import Block, Unit, ViewKey, view_key
+from ckpt_engine.capture.units import Block, Unit, ViewKey, state_tensors, view_key
 from ckpt_engine.errors import SaveFailedError
 from ckpt_engine.image.arena import HostBuffer
 from ckpt_engine.image.layout import Layout
@@ -70,6 +70,8 @@ class Window:
         self.captured = False
         self.failed = False
         self.reason = ""
+        self.spoiled: set[int] = set()
+        self._owned_at_seal: set[tuple[str, torch.dtype, torch.Size]] = set()
         self._context = context
         self._resident = resident
         self._verify = verify
@@ -84,6 +86,7 @@ class Window:
         self._log = GradientLog(context, self.stats)
         self._held: dict[Block, Captured] = {}
         self._tickets: list[Ticket] = []
+        self._issued: list[Ticket] = []
         self._samples: list[Sample] = []
         self._part = 0
         self._error: BaseException | None = None
@@ -157,6 +160,7 @@ class Window:
         self._take_static()
         for unit in self._optimized():
             self._guard.note_once(unit)
+        self._owned_at_seal = self._owned()
         self.sealed = True
 
     def moved(self) -> bool:
@@ -173,6 +177,11 @@ class Window:
         if self._closed:
             return
         self._closed = True
+        if not self._owned_at_seal <= self._owned():
+            raise SaveFailedError(
+                f"Parameters or optimizer state of step {self.target} went away before they were copied: the save is "
+                "dropped. Call settle() after save() where the loop replaces them before its next step."
+            )
         self._recapture(self._guard.changed(self._optimized()))
         if self._verify and self._held:
             self._compare_all()
@@ -240,6 +249,7 @@ class Window:
     def drop(self, timeout: float) -> None:
         """Give the window up: nothing reads live tensors or writes to the arena afterwards."""
         self._wait_for_copies()
+        self._wait_on_host()
         self._log.abandon()
         self._context.replay.drain(timeout)
         self.captured = True
@@ -249,6 +259,7 @@ class Window:
         self.reason = self.reason or reason
         for unit in units:
             unit.direct = True
+        self.spoiled |= {id(unit.tensor) for unit in units if not unit.is_static}
         self._recapture([unit for unit in units if any(block in self._held for block in unit.blocks)])
         self._queue = deque(sorted(self._queue, key=lambda block: block.unit.direct))
 
@@ -302,7 +313,18 @@ class Window:
         if taken:
             self.stats.parts.append(taken)
 
+    def _lacks_state(self, block: Block) -> bool:
+        unit = block.unit
+        if unit.is_static or unit.direct or self.sealed:
+            return False
+        return not set(unit.state_keys) <= state_tensors(self._context.optimizers[unit.optimizer], unit.tensor).keys()
+
     def _capture(self, block: Block) -> None:
+        if self._lacks_state(block):
+            # It was dropped by a load and is born again with the next update: wait for the target.
+            block.unit.direct = True
+            self._queue.append(block)
+            return
         held, copies = self._copier.plan(block)
         self._held[block] = held
         if block.unit.is_static:
@@ -326,6 +348,7 @@ class Window:
 
         ticket = self._context.link.submit(copies, on_done=done)
         self._tickets.append(ticket)
+        self._issued.append(ticket)
         return ticket
 
     def _wait_for_copies(self) -> None:
@@ -335,6 +358,12 @@ class Window:
             self.stats.stall_s += stalled
             now = self._context.clock()
             self._context.timeline.add("stall", "barrier", now - stalled, now)
+
+    def _wait_on_host(self) -> None:
+        """Wait until what was copied can be read; a barrier alone may only order the device."""
+        issued, self._issued = self._issued, []
+        for ticket in issued:
+            ticket.wait(self._context.config.save_timeout_s)
 
     def _take_early(self) -> None:
         """Units that the forward pass writes are copied while training waits."""
@@ -350,6 +379,8 @@ class Window:
         wanted = [block for block in self._queue if block.unit.is_static]
         self._queue = deque(block for block in self._queue if not block.unit.is_static)
         changed = self._guard.changed(static)
+        if static:
+            self._wait_on_host()
         changed += [u for u in static if u not in changed and self._differs(u, wanted)]
         for unit in changed:
             self._guard.forget(unit)
@@ -423,6 +454,7 @@ class Window:
                 self._context.staging.give(buffer)
 
     def _complete(self) -> None:
+        self._wait_on_host()
         if self._error is not None:
             return
         self._settle_held()
@@ -437,6 +469,10 @@ class Window:
             if shadow is not None and held.pieces:
                 shadow.settle(held)
             self._copier.publish(held)
+
+    def _owned(self) -> set[tuple[str, torch.dtype, torch.Size]]:
+        owned = [self._copier.owned(unit) for unit in self._optimized()]
+        return {(name, tensor.dtype, tensor.shape) for tensors in owned for name, tensor in tensors.items()}
 
     def _optimized(self) -> list[Unit]:
         return [unit for unit in self.units if not unit.is_static]

@@ -11,6 +11,7 @@ import mmap
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -75,6 +76,10 @@ def _map(nbytes: int) -> mmap.mmap:
 class ArenaPool:
     """At most ``limit`` buffers for whole images.
 
+    Args:
+        limit: How many may be in use at once.
+        before_free: Called with a buffer's tensor before its memory is given back.
+
     Example:
         >>> pool = ArenaPool(limit=1)
         >>> arena = pool.acquire(5000, timeout=0)
@@ -92,10 +97,11 @@ class ArenaPool:
         ConfigError: ``limit`` is below 1.
     """
 
-    def __init__(self, limit: int = 2) -> None:
+    def __init__(self, limit: int = 2, *, before_free: Callable[[Tensor], None] | None = None) -> None:
         if limit < 1:
             raise ConfigError(f"A pool of {limit} images can never give one: set max_images to 1 or more.")
         self._limit = limit
+        self._before_free = before_free
         self._closed = False
         self._coming = 0
         self._changed = threading.Condition()
@@ -177,6 +183,8 @@ class ArenaPool:
 
     def _forget(self, buffer: HostBuffer) -> None:
         self.allocated_bytes -= buffer.nbytes
+        if self._before_free is not None:
+            self._before_free(buffer.tensor)
         buffer.close()
 
 

@@ -1,8 +1,12 @@
-"""Load optimizer state without the casts that torch makes on the way.
+"""Load optimizer state without the casts that torch makes on the way, and into memory of its own.
 
 ``Optimizer.load_state_dict`` converts every state tensor to its parameter's dtype, except ``step``. Where training
 keeps another one (``mu_product`` of NAdam, ``eta`` of ASGD under 16-bit or 64-bit parameters) the resumed run would
 differ.
+
+Where nothing has to be converted it takes the given tensors themselves, which lie packed in the image that was read:
+they would keep all of it in memory, and at an odd address a dot product (LBFGS) sums in another order than in memory
+that was allocated for it.
 
 Example:
     >>> import torch
@@ -37,12 +41,22 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 
 def restore_dtypes(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Undo the casts of a ``load_state_dict`` that somebody else has called with ``state``."""
+    """Undo the casts of a ``load_state_dict`` that somebody else has called with ``state``, and the sharing with it."""
     ids = [index for group in state["param_groups"] for index in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in zip(ids, parameters, strict=True):
         live: dict[str, Any] = optimizer.state.get(parameter) or {}
         for key, saved in state["state"].get(index, {}).items():
-            current = live.get(key)
-            if isinstance(saved, Tensor) and isinstance(current, Tensor) and current.dtype != saved.dtype:
-                live[key] = saved.detach().to(device=current.device, copy=True)
+            if key in live:
+                live[key] = _own(live[key], saved)
+
+
+def _own(current: Any, saved: Any) -> Any:
+    """``current`` with the dtype of ``saved`` and none of its memory; lists (LBFGS keeps some) by their items."""
+    if isinstance(current, list) and isinstance(saved, list) and len(current) == len(saved):
+        return [_own(*pair) for pair in zip(current, saved, strict=True)]
+    if not isinstance(current, Tensor) or not isinstance(saved, Tensor):
+        return current
+    if current.dtype == saved.dtype and current.data_ptr() != saved.data_ptr():
+        return current
+    return saved.detach().to(device=current.device, copy=True)
