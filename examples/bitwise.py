@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from ckpt_engine.restore.reader import load
 from torch import Tensor
+
+from ckpt_engine.restore.reader import load
 
 _ONES = torch.tensor([value.bit_count() for value in range(256)])
 

@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from bitwise import Comparison, compare_checkpoints
-from ckpt_engine.restore.catalog import scan
 from rich.console import Console
 from rich.table import Table
+
+from ckpt_engine.restore.catalog import scan
 
 HERE = Path(__file__).resolve().parent
 RUNS = HERE.parent / "demo-runs"

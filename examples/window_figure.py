@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable
 
 import torch
+from lightning_gpt import ByteGPT, Chunks, standard_library
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
 from ckpt_engine.capture.emulated_link import EmulatedLink
 from ckpt_engine.config import CheckpointConfig
 from ckpt_engine.engine import Engine
 from ckpt_engine.observe.figure import draw_window
-from lightning_gpt import ByteGPT, Chunks, standard_library
-from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
 # The first window of a run compares everything that it replayed; the second is a usual one.
 EVERY, TARGET, LAST = 8, 16, 18

@@ -11,10 +11,10 @@ import json
 import sys
 from typing import Any
 
-from ckpt_engine.engine import Engine
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_gpt import parse, train
 
+from ckpt_engine.engine import Engine
 from lightning_ckpt import OverlappedCheckpoint
 
 

@@ -12,6 +12,11 @@ from typing import Any, Literal
 from weakref import proxy
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
 from ckpt_engine.config import CheckpointConfig
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import ConfigError, NoCheckpointError
@@ -19,11 +24,6 @@ from ckpt_engine.observe.record import SaveRecord
 from ckpt_engine.restore.catalog import is_checkpoint, newest, scan
 from ckpt_engine.storage.backend import is_local
 from ckpt_engine.storage.cleanup import remove_checkpoint, sweep_incomplete
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-
 from lightning_ckpt.boundary import Boundary
 from lightning_ckpt.carried import KEY, collect, mid_accumulation
 from lightning_ckpt.checkpoint_io import MANIFEST, OverlappedCheckpointIO

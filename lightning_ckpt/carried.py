@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from ckpt_engine.capture.rng import rng_state
 from lightning.pytorch import Trainer
 
+from ckpt_engine.capture.rng import rng_state
 from lightning_ckpt.loader_position import position
 
 KEY = "overlap_ckpt"

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+
 from ckpt_engine.config import CheckpointConfig
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import SaveFailedError
 from ckpt_engine.storage.backend import backend_for
 from ckpt_engine.storage.cleanup import remove_checkpoint
-from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
-
 from lightning_ckpt.fallback import is_ours, load_whole
 from lightning_ckpt.requeue import earlier_requeues
 

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from ckpt_engine.capture.rng import forked_rng, rng_state, set_rng_state
 from torch.utils.data import DataLoader, IterableDataset
+
+from ckpt_engine.capture.rng import forked_rng, rng_state, set_rng_state
 
 Streams = dict[str, Any]
 

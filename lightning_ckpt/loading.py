@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from ckpt_engine.restore.catalog import is_checkpoint
-from ckpt_engine.restore.reader import load
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.saving import _load_state
 from lightning.pytorch.utilities.migration.utils import pl_legacy_patch
+
+from ckpt_engine.restore.catalog import is_checkpoint
+from ckpt_engine.restore.reader import load
 
 Module = TypeVar("Module", bound=LightningModule)
 

@@ -6,11 +6,11 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning.pytorch import Trainer
+
 from ckpt_engine.capture.rng import set_rng_state
 from ckpt_engine.capture.tap import unwrap
 from ckpt_engine.restore.optimizer import restore_dtypes
-from lightning.pytorch import Trainer
-
 from lightning_ckpt.carried import add_running_metrics, restore_gradients
 from lightning_ckpt.loader_position import is_stateful, resume
 

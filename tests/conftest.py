@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import torch
+
 from ckpt_engine.image.arena import HostBuffer
 from ckpt_engine.image.codec import encode
 from ckpt_engine.image.layout import Layout, TensorSpec

@@ -8,9 +8,10 @@ from typing import Any
 
 import lightning as L
 import torch
-from ckpt_engine.restore.reader import load
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, Dataset
+
+from ckpt_engine.restore.reader import load
 
 BATCHES = 6
 QUIET: dict[str, Any] = {

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from ckpt_engine.config import CheckpointConfig
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import NoCheckpointError
 from ckpt_engine.restore.reader import load_newest
 from ckpt_engine.storage.cleanup import remove_checkpoint, sweep_incomplete
-
 from tests.equivalence.harness import Recipe, Run, bits
 
 STEPS = 120

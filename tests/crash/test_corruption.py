@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from ckpt_engine.errors import CorruptCheckpointError, NoCheckpointError
 from ckpt_engine.restore.catalog import newest
 from ckpt_engine.restore.reader import load, load_newest, verify

@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
 from ckpt_engine.config import CheckpointConfig
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import SaveFailedError
 from ckpt_engine.restore.catalog import is_checkpoint
 from ckpt_engine.restore.reader import load
-from torch import nn
 
 
 class Training:

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from ckpt_engine.errors import NoCheckpointError
 
+from ckpt_engine.errors import NoCheckpointError
 from tests.crash import killed_run
 
 

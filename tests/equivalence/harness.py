@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
+
 from ckpt_engine.capture.rng import rng_state, set_rng_state
 from ckpt_engine.config import CheckpointConfig
 from ckpt_engine.engine import Engine
 from ckpt_engine.restore.optimizer import load_optimizer
 from ckpt_engine.restore.reader import load
-from torch import Tensor, nn
 
 WIDTH = 40
 

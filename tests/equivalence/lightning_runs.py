@@ -15,16 +15,16 @@ from typing import Any, cast
 
 import lightning as L
 import torch
-from ckpt_engine.capture.rng import rng_state
-from ckpt_engine.config import CheckpointConfig
-from ckpt_engine.restore.catalog import scan
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning_ckpt import OverlappedCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from ckpt_engine.capture.rng import rng_state
+from ckpt_engine.config import CheckpointConfig
+from ckpt_engine.restore.catalog import scan
+from lightning_ckpt import OverlappedCheckpoint
 from tests.equivalence.harness import load_state
 
 BATCH = 4

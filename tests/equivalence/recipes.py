@@ -1,4 +1,4 @@
-"""The recipes of the equivalence matrix: every optimizer, precision, clipping, accumulation and number of optimizers."""
+"""The recipes of the equivalence matrix: optimizer, precision, clipping, accumulation, number of optimizers."""
 
 from __future__ import annotations
 

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
+
 from ckpt_engine.capture.emulated_link import EmulatedLink
 from ckpt_engine.capture.rng import rng_state, same_streams
 from ckpt_engine.config import CheckpointConfig
 from ckpt_engine.engine import Engine
 from ckpt_engine.restore.reader import load
-from torch import Tensor, nn
-
 from tests.equivalence.harness import Recipe, Run, differences, load_state
 
 STEPS = 12

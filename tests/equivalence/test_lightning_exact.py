@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from ckpt_engine.restore.catalog import scan
 from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from torch.utils.data import DataLoader
 
+from ckpt_engine.restore.catalog import scan
 from tests.equivalence import lightning_runs
 from tests.equivalence.harness import differences
 from tests.equivalence.lightning_runs import (

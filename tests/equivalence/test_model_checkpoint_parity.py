@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from ckpt_engine.restore.catalog import is_checkpoint
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from ckpt_engine.restore.catalog import is_checkpoint
 from lightning_ckpt import OverlappedCheckpoint
 from tests.equivalence.harness import differences
 from tests.lightning_runs import Stop, fit, names, state_of

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from ckpt_engine.capture import gradients, shadow
 from ckpt_engine.capture.shadow import LogEntry, ShadowOptimizer
 from ckpt_engine.config import CheckpointConfig
 from ckpt_engine.engine import Engine
 from ckpt_engine.opener import Opener
-
 from tests.equivalence.harness import Recipe, differences, load_state, run_and_save
 
 CONFIG = CheckpointConfig(mode="multi_step", window_steps=4, block_bytes=4096, audit="off")

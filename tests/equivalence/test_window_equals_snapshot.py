@@ -1,4 +1,4 @@
-"""A checkpoint captured over several steps equals a copy taken at once, and a run resumed from it the uninterrupted one."""
+"""A checkpoint captured over several steps equals a copy taken at once; a run resumed from it, the whole run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ STEPS = 18
 
 def _config(**options: object) -> CheckpointConfig:
     # Tiny blocks, so that every tensor of the toy model is cut; a full audit, so that nothing hides.
-    return CheckpointConfig(**{"mode": "multi_step", "window_steps": 4, "block_bytes": 4096, "audit": "full", **options})  # type: ignore[arg-type]
+    settings = {"mode": "multi_step", "window_steps": 4, "block_bytes": 4096, "audit": "full", **options}
+    return CheckpointConfig(**settings)  # type: ignore[arg-type]
 
 
 def check(recipe: Recipe, folder: Path, *, expect_replay: bool = True, **options: object) -> Engine:

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
 from ckpt_engine.errors import CheckpointError, ConfigError
 from ckpt_engine.image import arena
 from ckpt_engine.image.arena import HUGE, PAGE, ArenaPool, HostBuffer, StagingPool
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 def _mapped(address: int) -> bool:

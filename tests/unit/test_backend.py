@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.storage.backend import (
     Backend,
@@ -21,8 +24,6 @@ from ckpt_engine.storage.backend import (
     local_path,
     parent,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 @pytest.fixture(params=["plain", "file", "memory"])

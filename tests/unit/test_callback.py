@@ -13,12 +13,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from ckpt_engine.config import CheckpointConfig
-from ckpt_engine.errors import ConfigError, SaveFailedError
-from ckpt_engine.restore.catalog import is_checkpoint, scan
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from ckpt_engine.config import CheckpointConfig
+from ckpt_engine.errors import ConfigError, SaveFailedError
+from ckpt_engine.restore.catalog import is_checkpoint, scan
 from lightning_ckpt import OverlappedCheckpoint, OverlappedCheckpointIO
 from tests.equivalence.harness import differences
 from tests.lightning_runs import BATCHES, Stop, Tiny, final, fit, names, rows, state_of

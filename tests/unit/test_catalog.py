@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from ckpt_engine.errors import CorruptCheckpointError, NoCheckpointError
 from ckpt_engine.image.manifest import FileRecord, Manifest
 from ckpt_engine.restore.catalog import is_checkpoint, newest, read_manifest, scan

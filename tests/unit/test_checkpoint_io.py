@@ -8,11 +8,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from ckpt_engine.errors import CheckpointError, CorruptCheckpointError, SaveFailedError
-from ckpt_engine.restore.catalog import is_checkpoint
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from ckpt_engine.errors import CheckpointError, CorruptCheckpointError, SaveFailedError
+from ckpt_engine.restore.catalog import is_checkpoint
 from lightning_ckpt import OverlappedCheckpoint, OverlappedCheckpointIO
 from tests.equivalence.harness import differences
 from tests.lightning_runs import Tiny, final, fit, names, rows, trainer

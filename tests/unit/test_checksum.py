@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import xxhash
-from ckpt_engine.errors import ConfigError
-from ckpt_engine.image.checksum import CHUNK_BYTES, digest, digests
 from hypothesis import given
 from hypothesis import strategies as st
+
+from ckpt_engine.errors import ConfigError
+from ckpt_engine.image.checksum import CHUNK_BYTES, digest, digests
 
 
 @given(st.binary(max_size=300), st.integers(1, 64))

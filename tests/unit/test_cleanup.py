@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.image.manifest import Manifest
 from ckpt_engine.storage.backend import backend_for, join

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import yaml
-from ckpt_engine.config import CheckpointConfig
 from lightning.pytorch.cli import LightningCLI
 
+from ckpt_engine.config import CheckpointConfig
 from lightning_ckpt import OverlappedCheckpoint
 from tests.lightning_runs import QUIET, Tiny, names, rows
 

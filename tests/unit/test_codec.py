@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ckpt_engine.errors import CheckpointError, ConfigError, CorruptCheckpointError
-from ckpt_engine.image.codec import MAX_DEPTH, Encoded, decode, encode
-from ckpt_engine.image.layout import Layout, TensorSpec
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+
+from ckpt_engine.errors import CheckpointError, ConfigError, CorruptCheckpointError
+from ckpt_engine.image.codec import MAX_DEPTH, Encoded, decode, encode
+from ckpt_engine.image.layout import Layout, TensorSpec
 
 EVIL: list[str] = []
 

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+
 from ckpt_engine.config import CheckpointConfig
 from ckpt_engine.errors import ConfigError
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import safetensors.torch
 import torch
+
 from ckpt_engine.errors import CorruptCheckpointError
 from ckpt_engine.image.dtypes import (
     dtype_name,

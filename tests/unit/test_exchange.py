@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from ckpt_engine.storage.exchange import exchange_names, flush_directory, install, make_directories
 
 

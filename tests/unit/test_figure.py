@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.observe.figure import COLOURS, ROWS, draw_window, spans_of_window
 from ckpt_engine.observe.timeline import Span, Timeline

@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from ckpt_engine.errors import CorruptCheckpointError, NoCheckpointError
 from ckpt_engine.image.manifest import FileRecord, Manifest
 from ckpt_engine.restore.integrity import check_chunks, check_files, chunks_of, read_manifest, resolve, verify
 from ckpt_engine.storage.transaction import Transaction
-from hypothesis import given
-from hypothesis import strategies as st
 
 NAME = "rank-00000.safetensors"
 

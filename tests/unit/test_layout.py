@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
 from ckpt_engine.errors import ConfigError, CorruptCheckpointError
 from ckpt_engine.image.arena import HostBuffer
 from ckpt_engine.image.codec import encode
 from ckpt_engine.image.dtypes import is_quantized, stored_as
 from ckpt_engine.image.layout import ALIGNMENT, MAX_DIMS, MAX_HEADER, Layout, TensorSpec
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import Tensor
 
 DTYPES = sorted(
     {value for value in vars(torch).values() if isinstance(value, torch.dtype) and not is_quantized(value)}, key=str

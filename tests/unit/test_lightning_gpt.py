@@ -9,6 +9,7 @@ import lightning_gpt
 import pytest
 import torch
 from bitwise import compare_checkpoints
+
 from ckpt_engine.restore.catalog import newest
 
 

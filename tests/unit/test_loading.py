@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from ckpt_engine.errors import CheckpointError, CorruptCheckpointError
-from ckpt_engine.restore.reader import load
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from ckpt_engine.errors import CheckpointError, CorruptCheckpointError
+from ckpt_engine.restore.reader import load
 from lightning_ckpt import OverlappedCheckpoint, load_from_checkpoint
 from tests.equivalence.harness import differences
 from tests.lightning_runs import Tiny, fit

@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from ckpt_engine.errors import ConfigError, CorruptCheckpointError
 from ckpt_engine.image.checksum import digest
 from ckpt_engine.image.manifest import FORMAT_VERSION, FileRecord, Manifest, TensorRecord
-from hypothesis import given
-from hypothesis import strategies as st
 
 counts = st.integers(0, (1 << 62) - 1)
 hexadecimal = st.integers(0, (1 << 64) - 1).map(lambda n: f"{n:016x}")

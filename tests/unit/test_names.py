@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.storage.backend import basename, parent
 from ckpt_engine.storage.names import check_destination, check_file_name, check_id, hidden, parse_hidden
-from hypothesis import given
-from hypothesis import strategies as st
 
 ids = st.text("abcXYZ019_-", min_size=1, max_size=64)
 visible = st.text("ab.=-_ 1", min_size=1, max_size=20).filter(lambda name: name.strip("."))

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+
 from ckpt_engine.storage.owner import Owner
 
 PRINT = "from ckpt_engine.storage.owner import Owner; print(Owner.current().to_bytes().decode(), flush=True)"

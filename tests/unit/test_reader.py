@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+
 from ckpt_engine.errors import CorruptCheckpointError, NoCheckpointError
 from ckpt_engine.image.checksum import digests
 from ckpt_engine.image.manifest import Manifest
 from ckpt_engine.restore.reader import load, load_newest, verify
 from ckpt_engine.storage.backend import backend_for, join
 from ckpt_engine.storage.cleanup import remove_checkpoint
-
 from tests.conftest import write_checkpoint
 
 IMAGE = "rank-00000.safetensors"

@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+
 from ckpt_engine.capture.rng import forked_rng, rng_state, set_rng_state
 from ckpt_engine.errors import StateMismatchError
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import lightning as L
 import pytest
-from ckpt_engine.restore.catalog import is_checkpoint
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from ckpt_engine.restore.catalog import is_checkpoint
 from lightning_ckpt import OverlappedCheckpoint
 from lightning_ckpt.signals import RequeueSignal, requeue
 from tests.equivalence.harness import differences

@@ -7,6 +7,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+
 from ckpt_engine.errors import SaveFailedError
 from ckpt_engine.image.manifest import Manifest
 from ckpt_engine.storage.backend import backend_for, join

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ckpt_engine.errors import StateMismatchError
-from ckpt_engine.restore.strict import Signature, check_tensors
 from hypothesis import given
 from hypothesis import strategies as st
+
+from ckpt_engine.errors import StateMismatchError
+from ckpt_engine.restore.strict import Signature, check_tensors
 
 F32 = torch.float32
 signatures = st.dictionaries(

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
 from ckpt_engine.capture.tap import OptimizerTap, unwrap
 from ckpt_engine.errors import ConfigError
-from torch import nn
 
 
 class Log:

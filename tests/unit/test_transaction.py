@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
 from ckpt_engine.errors import ConfigError, SaveFailedError
 from ckpt_engine.image.manifest import FileRecord, Manifest
 from ckpt_engine.restore.integrity import read_manifest, resolve, verify

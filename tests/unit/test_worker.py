@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+
 from ckpt_engine.capture.worker import Worker
 from ckpt_engine.errors import SaveTimeoutError
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
 from ckpt_engine.errors import ConfigError, SaveFailedError
 from ckpt_engine.image.checksum import digests
 from ckpt_engine.storage.backend import FsspecBackend
