@@ -2,10 +2,11 @@
 
 ``on_train_batch_end`` comes before validation, before schedulers that follow a metric, and before the module's own
 hook; at an epoch's end even more follows. A checkpoint written there loses those steps on resume. The boundary
-announced here is the last moment before the next batch is fetched: nothing of the finished batch is left to do.
+announced here is the last moment before the next batch is fetched, or before the first hook of the next epoch: nothing
+of what is finished is left to do, and nothing of what comes has begun.
 
-Two methods of Lightning's training loop are wrapped on the instance for this; ``tests/unit/test_boundary.py`` holds the
-order of events that is relied on.
+Some methods of Lightning's training loops are wrapped on the instance for this; ``tests/unit/test_boundary.py`` holds
+the order of events that is relied on.
 """
 
 from __future__ import annotations
@@ -20,21 +21,37 @@ from lightning_ckpt.loader_position import unwatch, watch
 
 
 class Boundary:
-    """Calls back between batches and before the first batch of a run.
+    """Calls back between batches, between epochs, and before the first batch of a run.
 
     Args:
         trainer: The trainer whose loop is watched.
-        between: Called after each batch that is not the last of its epoch, when everything of it is done.
+        between: Called after each batch that is not the last of its epoch, and after each epoch, when everything of it
+            is done.
+        before_epoch: Called before anything of an epoch happens, the hooks of other callbacks included.
         before_first: Called once, with the data fetcher, right before the first batch of a run is fetched.
+        before_end: Called when training is over, before the first ``on_train_end``, which may change weights.
     """
 
-    def __init__(self, trainer: Trainer, between: Callable[[], None], before_first: Callable[[Any], None]) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        *,
+        between: Callable[[], None],
+        before_epoch: Callable[[], None],
+        before_first: Callable[[Any], None],
+        before_end: Callable[[], None],
+    ) -> None:
         self._trainer = trainer
         self._between = between
+        self._before_epoch = before_epoch
         self._before_first = before_first
+        self._before_end = before_end
         self._first = True
         self._originals: dict[tuple[Any, str], Any] = {}
         loop = trainer.fit_loop
+        self._wrap(loop, "on_advance_start", self._on_epoch_start)
+        self._wrap(loop, "on_advance_end", self._on_epoch_end)
+        self._wrap(loop, "on_run_end", self._on_run_end)
         self._wrap(loop.epoch_loop, "advance", self._advance)
         self._wrap(loop.epoch_loop, "on_advance_end", self._on_advance_end)
         self._wrap(loop, "_load_combined_loader_states", self._load_states)
@@ -55,6 +72,18 @@ class Boundary:
     def _original(self, owner: Any, name: str) -> Callable[..., Any]:
         original: Callable[..., Any] = self._originals[owner, name]
         return original
+
+    def _on_epoch_start(self) -> None:
+        self._before_epoch()
+        self._original(self._trainer.fit_loop, "on_advance_start")()
+
+    def _on_epoch_end(self) -> None:
+        self._original(self._trainer.fit_loop, "on_advance_end")()
+        self._between()
+
+    def _on_run_end(self) -> None:
+        self._before_end()
+        self._original(self._trainer.fit_loop, "on_run_end")()
 
     def _advance(self, data_fetcher: Any) -> None:
         if self._first:

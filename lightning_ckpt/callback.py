@@ -147,7 +147,13 @@ class OverlappedCheckpoint(ModelCheckpoint):
             io.stand_ins(self._stand_ins)
         if stage == "fit" and not bool(trainer.fast_dev_run):  # type: ignore[attr-defined]
             self._trainer = trainer
-            self._boundary = Boundary(trainer, self._between_batches, self._before_first)
+            self._boundary = Boundary(
+                trainer,
+                between=self._at_boundary,
+                before_epoch=self._before_epoch,
+                before_first=self._before_first,
+                before_end=self._before_end,
+            )
             if trainer.is_global_zero:
                 self.engine = Engine(self.config)
                 io.bind(self.engine)
@@ -204,12 +210,6 @@ class OverlappedCheckpoint(ModelCheckpoint):
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_epoch_start(trainer, pl_module)
-        if self._resume is not None:
-            self._resume.on_epoch_start(trainer)
-        self._at_boundary(trainer)
-
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self.engine is not None:
             self.engine.step_begin()
@@ -263,12 +263,22 @@ class OverlappedCheckpoint(ModelCheckpoint):
             starts_anew(loop._combined_loader.flattened, loop.epoch_loop.batch_progress.current.ready)
         self._plan(self._trainer)
 
-    def _between_batches(self) -> None:
+    def _before_epoch(self) -> None:
         assert self._trainer is not None
-        self._at_boundary(self._trainer)
+        if self._resume is not None:
+            self._resume.before_epoch(self._trainer)
 
-    def _at_boundary(self, trainer: Trainer) -> None:
+    def _before_end(self) -> None:
+        """Weights are still those of the last step; other callbacks may put others in their place now."""
+        assert self._trainer is not None
+        self._flush(self._trainer)
+        if self.engine is not None:
+            self.engine.settle()
+
+    def _at_boundary(self) -> None:
         """Nothing of the finished batch is left to do: save what was decided, plan what comes next."""
+        assert self._trainer is not None
+        trainer = self._trainer
         self._flush(trainer)
         if self._signal is not None and self._signal.received:
             self._signal.received = False

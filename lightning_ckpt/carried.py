@@ -1,7 +1,7 @@
 """What an exact resume needs and Lightning's own checkpoint does not hold.
 
 Random streams, the position in the data, gradients of an accumulation under way, the running values of metrics logged
-with ``on_epoch=True``, and the metrics that callbacks and schedulers read.
+with ``on_epoch=True``, the metrics that callbacks and schedulers read, and the epoch for which loaders were made last.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def collect(trainer: Trainer) -> dict[str, Any]:
         "loaders": position(loaders, begun - 1 if now == "broken" else begun),
         "gradients": _gradients(trainer),
         "running_metrics": _running_metrics(trainer),
+        "reloaded_epoch": loop._last_train_dl_reload_epoch,
         "callback_metrics": {k: v for k, v in trainer.callback_metrics.items() if isinstance(v, torch.Tensor)},
     }
 

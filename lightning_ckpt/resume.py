@@ -36,16 +36,22 @@ class Resume:
             restore_dtypes(unwrap(optimizer), state)
         restore_gradients(trainer, self._carried.get("gradients", {}))
         trainer._logger_connector._callback_metrics.update(self._carried.get("callback_metrics", {}))
+        # The loaders made for this run were made in place of those of that epoch.
+        loop: Any = trainer.fit_loop
+        loop._last_train_dl_reload_epoch = self._carried.get("reloaded_epoch", loop._last_train_dl_reload_epoch)
         self._optimizer_states = []
         if self.moment in ("batch", "broken", "hook"):
             _without_warning(trainer)
 
-    def on_epoch_start(self, trainer: Trainer) -> None:
+    def before_epoch(self, trainer: Trainer) -> None:
         """A checkpoint between epochs: the coming one starts like any other, with its own iterators and hooks."""
         if self.moment != "epoch" or self._rng_is_set:
             return
         _go_on_normally(trainer)
         trainer.fit_loop._resuming_from_checkpoint = False
+        if _load_late_states(trainer):
+            # The first iterator takes the state that was loaded; the epoch makes its own.
+            iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
         self._set_rng()
 
     def before_first(self, trainer: Trainer, data_fetcher: Any) -> bool:
@@ -76,14 +82,8 @@ class Resume:
         self._running.clear()
 
     def _continue_loaders(self, trainer: Trainer, data_fetcher: Any, loaders: list[Any], delivered: int) -> None:
-        loop = trainer.fit_loop
         again = resume(loaders, self._carried["loaders"])
-        if loop._combined_loader_states_to_load and any(is_stateful(loader) for loader in loaders):
-            # The loaders were made before their states were known (`estimated_stepping_batches` makes them).
-            assert loop._combined_loader is not None
-            loop._combined_loader._load_state_dicts(loop._combined_loader_states_to_load)
-            loop._combined_loader_states_to_load = []
-            again = True
+        again = _load_late_states(trainer) or again
         plain = [record for record in self._carried["loaders"] if record["kind"] == "plain"]
         if again or plain:
             iter(data_fetcher)
@@ -126,6 +126,20 @@ def _without_warning(trainer: Trainer) -> None:
             original()
 
     epoch_loop.reset = reset
+
+
+def _load_late_states(trainer: Trainer) -> bool:
+    """Load the states of stateful loaders that were made before those were known; whether there are any.
+
+    ``estimated_stepping_batches`` in ``configure_optimizers`` makes the loaders that early.
+    """
+    loop = trainer.fit_loop
+    loader, states = loop._combined_loader, loop._combined_loader_states_to_load
+    if not states or loader is None or not any(map(is_stateful, loader.flattened)):
+        return False
+    loader._load_state_dicts(states)
+    loop._combined_loader_states_to_load = []
+    return True
 
 
 def _go_on_normally(trainer: Trainer) -> None:

@@ -29,29 +29,45 @@ def name_of_path(path: str) -> str:
 class Namer:
     """Names the tensors of one state: by identity where the engine knows them, by path otherwise.
 
+    The engine's names are reserved: a state may hold other tensors where the model's are expected (averaged weights in
+    ``state_dict``) and the model's own in another place.
+
     Args:
         owned: Image names by the memory that a live tensor shows.
         known: Names of other tensors of the model (buffers), likewise.
+
+    Attributes:
+        in_image: Names of the owned tensors that the state refers to.
     """
 
     def __init__(self, owned: Mapping[ViewKey, str], known: Mapping[ViewKey, str]) -> None:
+        self._names = {**known, **owned}
         self._owned = owned
-        self._known = known
-        self._used: dict[str, ViewKey | int] = {}
+        self._used: dict[str, ViewKey | int] = {name: key for key, name in self._names.items()}
+        self._met: set[str] = set()
+        self._displaced: dict[str, None] = {}
         self.in_image: set[str] = set()
 
     def __call__(self, tensor: Tensor, path: str) -> str:
         key = view_key(tensor) if is_plain(tensor) else None
-        if key is not None and tensor.numel() and key in self._owned:
-            name = self._owned[key]
+        name = self._names.get(key) if key is not None and tensor.numel() else None
+        if name is None:
+            return self._claim(name_of_path(path), key if key is not None else id(tensor))
+        assert key is not None
+        self._met.add(name)
+        if key in self._owned:
             self.in_image.add(name)
-            return self._claim(name, key)
-        known = self._known.get(key) if key is not None and tensor.numel() else None
-        return self._claim(known or name_of_path(path), key if key is not None else id(tensor))
+        return self._claim(name, key)
+
+    @property
+    def stale(self) -> tuple[str, ...]:
+        """Names whose tensor the state does not hold, while it holds another in its place: it was replaced."""
+        return tuple(name for name in self._displaced if name not in self._met)
 
     def _claim(self, name: str, owner: ViewKey | int) -> str:
         candidate, count = name, 1
         while self._used.setdefault(candidate, owner) != owner:
+            self._displaced[name] = None
             count += 1
             candidate = f"{name}~{count}"
         return candidate

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ class Prepared:
         tree: JSON-able state tree.
         extras: The tensors outside the image, copied.
         mode: How the image was, or will be, captured.
-        stale: Names in the window's image for which the state shows other tensors than those attached.
+        stale: Names of attached tensors in whose place the state shows others: a buffer or parameter was replaced.
     """
 
     image: Image
@@ -54,21 +54,18 @@ def prepare(
     window = image.window if image is not None else None
     namer = Namer(window.owned() if window is not None else {}, names)
     encoded = encode(state, namer)
-    stale = _stale(encoded.tensors, namer.in_image, image)
-    if image is not None and window is not None and not stale and _covers(namer.in_image, image):
+    if namer.stale:
+        current = {key: name for key, name in names.items() if name not in namer.stale}
+        again = prepare(state, image=None, names=current, copy_directly=copy_directly, direct_mode=direct_mode)
+        return replace(again, stale=namer.stale)
+    if image is not None and window is not None and _covers(namer.in_image, image):
         extras = {name: t for name, t in encoded.tensors.items() if name not in namer.in_image}
         mode = "multi_step" if window.plan.steps > 1 else "one_step"
         return Prepared(image=image, tree=encoded.tree, extras=own(extras), mode=mode)
     chosen, extras = split(encoded.tensors)
     # The direct copy may have to wait for memory, which finishes other saves: small state first.
     owned = own(extras)
-    return Prepared(image=copy_directly(chosen), tree=encoded.tree, extras=owned, mode=direct_mode, stale=stale)
-
-
-def _stale(tensors: Mapping[str, Tensor], in_image: set[str], image: Image | None) -> tuple[str, ...]:
-    """Names that the image gives to one tensor and the state to another: a buffer or parameter was replaced."""
-    names = {spec.name for spec in image.layout.specs} if image is not None else set()
-    return tuple(name for name in tensors if name in names and name not in in_image and tensors[name].numel())
+    return Prepared(image=copy_directly(chosen), tree=encoded.tree, extras=owned, mode=direct_mode)
 
 
 def _covers(referenced: set[str], image: Image) -> bool:

@@ -44,6 +44,7 @@ class Watcher:
         self._notify_before = before
         self._notify_after = after
         self._rehearsals: dict[int, Rehearsal] = {}
+        self._stepped: set[int] = set()
         self._looks = _LOOKS
         self._marks: dict[int, dict[int, Mark]] = {}
         self._taps = [
@@ -118,8 +119,12 @@ class Watcher:
         skipped = found_inf is not None and bool(found_inf.item()) if index not in self._opener.proven else True
         if skipped or index in self._rehearsals:
             return
-        units = [unit for unit in self._opener.units() if unit.optimizer == index]
         optimizer, traits = self._context.optimizers[index], self._context.traits[index]
+        if not optimizer.state and index not in self._stepped:
+            # State is born in the first update: the second shows what there is to replay.
+            self._stepped.add(index)
+            return
+        units = [unit for unit in self._opener.units() if unit.optimizer == index]
         try:
             rehearsal = begin_rehearsal(optimizer, traits, units, found_inf=found_inf, scale=scale)
         except Exception as error:

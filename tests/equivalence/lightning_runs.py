@@ -195,8 +195,8 @@ class Awkward(L.LightningModule):
         if kind == "epoch":
             return {"scheduler": schedulers.StepLR(optimizer, 1, gamma=0.5), "interval": "epoch"}
         if kind.startswith("plateau"):
-            # So demanding that it lowers the rate in every other epoch.
-            plateau = schedulers.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.3)
+            # So demanding that it lowers the rate after every epoch but the first.
+            plateau = schedulers.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.9)
             return {"scheduler": plateau, "monitor": "val_loss" if kind == "plateau-val" else "train_loss"}
         return None
 
@@ -325,13 +325,17 @@ def strict_warnings() -> None:
     warnings.filterwarnings("error", message=".*(copied directly|checkpointed by copying|differs|failed|passed over).*")
 
 
+SIGNALLED = Case(options={"foreach": False}, scheduler="epoch")
+"""The case of the runs in processes of their own."""
+
+
 def run_to_the_end(folder: str, report: str, kill: str = "") -> None:
     """What a process of its own runs: resume from the newest checkpoint, train, leave the final state behind.
 
     With ``kill``, SIGTERM comes in the middle of the update of that step, once.
     """
     torch.set_num_threads(1)
-    case = Case(options={"foreach": False})
+    case = SIGNALLED
     callback = saver(Path(folder), every_n_train_steps=case.every)
     signaller = SignalInUpdate(int(kill)) if kill else None
     others = [] if signaller is None else [signaller]

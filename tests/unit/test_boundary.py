@@ -24,7 +24,13 @@ class Journal(Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if self.boundary is None:
-            self.boundary = Boundary(trainer, lambda: self.note("between"), lambda fetcher: self.note("first"))
+            self.boundary = Boundary(
+                trainer,
+                between=lambda: self.note("between"),
+                before_epoch=lambda: self.note("before epoch"),
+                before_first=lambda fetcher: self.note("first"),
+                before_end=lambda: self.note("before end"),
+            )
 
     def note(self, event: str) -> None:
         self.events.append(event)
@@ -81,6 +87,7 @@ def journal_of(monitor: str, **options: Any) -> list[str]:
 def test_between_comes_after_validation_schedulers_and_the_modules_hook_and_before_the_next_batch() -> None:
     events = journal_of("train_loss", max_epochs=1, limit_train_batches=2, val_check_interval=1)
     assert events == [
+        "before epoch",
         "epoch start",
         "first",
         "batch start",
@@ -97,6 +104,8 @@ def test_between_comes_after_validation_schedulers_and_the_modules_hook_and_befo
         "validation end",
         "scheduler",
         "epoch end",
+        "between",
+        "before end",
         "train end",
     ]
 
@@ -104,15 +113,17 @@ def test_between_comes_after_validation_schedulers_and_the_modules_hook_and_befo
 def test_an_epoch_ends_with_its_scheduler_before_the_next_epoch_starts() -> None:
     events = journal_of("val_loss", max_epochs=2, limit_train_batches=1)
     turn = events.index("epoch end")
-    assert events[turn - 2 : turn + 4] == [
+    assert events[turn - 2 : turn + 6] == [
         "validation start",
         "validation end",
         "epoch end",
         "scheduler",
+        "between",
+        "before epoch",
         "epoch start",
         "batch start",
     ]
-    assert "between" not in events, "the last batch of an epoch has no boundary of this kind"
+    assert events.count("between") == 2, "the last batch of an epoch has its boundary where the epoch ends"
     assert events.count("first") == 1
 
 

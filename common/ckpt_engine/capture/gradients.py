@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ckpt_engine.capture.context import Context, WindowStats
 from ckpt_engine.capture.link import Copy, Ticket
-from ckpt_engine.capture.shadow import Captured, LogEntry, dense_like, hyper_of
+from ckpt_engine.capture.shadow import Captured, LogEntry, autocast_of, dense_like, hyper_of
 from ckpt_engine.capture.units import Unit
 
 Logged = tuple[LogEntry, Ticket | None, list[Tensor]]
@@ -52,6 +52,7 @@ class GradientLog:
             grads=[],
             found_inf=_on_host(found_inf),
             grad_scale=_on_host(scale),
+            autocast=autocast_of(self._context.optimizers[index]),
         )
         sparse = {
             held.block.unit: None

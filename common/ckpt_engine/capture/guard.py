@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ckpt_engine.capture.units import Unit
+from ckpt_engine.capture.units import Unit, is_plain
 
 Stamp = tuple[int, ...]
 
@@ -26,7 +26,8 @@ def stamp(unit: Unit, optimizers: Sequence[Optimizer]) -> Stamp:
     entry = optimizers[unit.optimizer].state.get(unit.tensor)
     for value in entry.values() if isinstance(entry, dict) else ():
         if isinstance(value, Tensor):
-            marks += (id(value), value._version)
+            # The identity alone could be that of a later object in the place of a freed one.
+            marks += (id(value), value.data_ptr() if is_plain(value) else 0, value._version)
     return tuple(marks)
 
 
@@ -35,7 +36,7 @@ class Guard:
 
     Example:
         >>> import torch
-        >>> from ckpt_engine.capture.units import Unit
+        >>> from ckpt_engine.capture.units import Unit, is_plain
         >>> unit = Unit(fqn="w", tensor=torch.zeros(3))
         >>> guard = Guard([])
         >>> guard.note(unit)

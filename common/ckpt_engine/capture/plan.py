@@ -146,7 +146,7 @@ def _fixed(m: Measurements | None, steps: int) -> WindowPlan:
         return WindowPlan(
             mode="multi_step",
             steps=steps,
-            budgets=_shares(m.state_bytes, steps),
+            budgets=_with_late(_shares(m.state_bytes, steps), m.state_bytes - m.direct_bytes),
             expected_stall_s=0.0,
             reason=reason,
         )
@@ -159,18 +159,28 @@ def _budgeted(m: Measurements, steps: int, reason: str) -> WindowPlan:
     scale = min(1.0, m.state_bytes / full) if full > 0 else 0.0
     keep = max(0.0, 1 - m.ratio)
     budgets = [int(m.budget * scale * keep**j) for j in range(steps - 1)]
-    most = m.state_bytes - m.direct_bytes
-    taken = 0
-    for j, size in enumerate(budgets):
-        budgets[j] = min(size, most - taken)
-        taken += budgets[j]
+    left = m.state_bytes - sum(budgets)
     return WindowPlan(
         mode="multi_step",
         steps=steps,
-        budgets=(*budgets, m.state_bytes - taken),
+        budgets=_with_late((*budgets, left), m.state_bytes - m.direct_bytes),
         expected_stall_s=stall(m, steps),
         reason=reason,
     )
+
+
+def _with_late(shares: tuple[int, ...], early: int) -> tuple[int, ...]:
+    """Move what is copied only at the end out of the other parts.
+
+    Example:
+        >>> _with_late((5, 5, 5), 8)
+        (5, 3, 7)
+    """
+    taken, parts = 0, []
+    for share in shares[:-1]:
+        parts.append(min(share, early - taken))
+        taken += parts[-1]
+    return (*parts, sum(shares) - taken)
 
 
 def _shares(total: int, steps: int) -> tuple[int, ...]:

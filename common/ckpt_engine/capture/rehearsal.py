@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ckpt_engine.capture.audit import AuditResult, Sample, compare
 from ckpt_engine.capture.rng import rng_state, same_streams, set_rng_state
-from ckpt_engine.capture.shadow import Captured, LogEntry, ShadowOptimizer, dense_like, hyper_of
+from ckpt_engine.capture.shadow import Captured, LogEntry, ShadowOptimizer, autocast_of, dense_like, hyper_of
 from ckpt_engine.capture.traits import Traits
 from ckpt_engine.capture.units import CUT, Block, Unit, state_tensors
 from ckpt_engine.errors import SaveFailedError
@@ -47,7 +47,9 @@ def begin_rehearsal(
         return None
     shadow = ShadowOptimizer(optimizer, traits)
     captured = [_copy(unit, optimizer, traits) for unit in chosen]
-    entry = LogEntry(hyper=hyper_of(optimizer), grads=[], found_inf=found_inf, grad_scale=scale)
+    entry = LogEntry(
+        hyper=hyper_of(optimizer), grads=[], found_inf=found_inf, grad_scale=scale, autocast=autocast_of(optimizer)
+    )
     for one in captured:
         shadow.add(one, one.block.unit.group)
         entry.grads.append((one, _clone(_grad(one.block.unit), one.block)))

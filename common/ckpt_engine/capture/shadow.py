@@ -55,17 +55,29 @@ class LogEntry:
         grads: Captured block and its gradient on the host (None: the parameter had no gradient).
         found_inf: The scaler's flag for fused optimizers; non-zero means that the kernel wrote nothing.
         grad_scale: The factor that a fused kernel divides the gradients by.
+        autocast: The dtype of the autocast region that the update ran in; None where there was none.
     """
 
     hyper: list[dict[str, Any]]
     grads: list[tuple[Captured, Tensor | None]]
     found_inf: Tensor | None = None
     grad_scale: Tensor | None = None
+    autocast: torch.dtype | None = None
 
 
 def hyper_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Copy the hyper-parameters of every group, tensors included."""
     return [{key: _host(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def autocast_of(optimizer: Optimizer) -> torch.dtype | None:
+    """The dtype of the autocast region around the caller, as far as it concerns the parameters of ``optimizer``.
+
+    Manual optimization steps inside the region of the forward pass, where an update that multiplies matrices
+    (Adafactor) does so in 16 bits. The region belongs to the thread, so a replay has to enter one of its own.
+    """
+    kinds = {p.device.type for group in optimizer.param_groups for p in group["params"][:1]}
+    return next((torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)), None)
 
 
 def _host(value: Any) -> Any:
@@ -127,7 +139,7 @@ class ShadowOptimizer:
         try:
             for captured, grad in entry.grads:
                 self._give(captured, grad)
-            with torch.no_grad():
+            with torch.no_grad(), torch.autocast("cpu", entry.autocast, enabled=entry.autocast is not None):
                 self._step(self._optimizer)
         finally:
             for piece, _, _ in pieces:
