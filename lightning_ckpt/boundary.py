@@ -17,7 +17,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.progress import _StartedTracker
 
-from lightning_ckpt.loader_position import unwatch, watch
+from lightning_ckpt.loader_position import counts, new_epoch, unwatch, watch
 
 
 class Boundary:
@@ -52,6 +52,7 @@ class Boundary:
         self._wrap(loop, "on_advance_start", self._on_epoch_start)
         self._wrap(loop, "on_advance_end", self._on_epoch_end)
         self._wrap(loop, "on_run_end", self._on_run_end)
+        self._wrap(loop.epoch_loop, "on_run_start", self._on_epoch_loop_start)
         self._wrap(loop.epoch_loop, "advance", self._advance)
         self._wrap(loop.epoch_loop, "on_advance_end", self._on_advance_end)
         self._wrap(loop, "_load_combined_loader_states", self._load_states)
@@ -84,6 +85,14 @@ class Boundary:
     def _on_run_end(self) -> None:
         self._before_end()
         self._original(self._trainer.fit_loop, "on_run_end")()
+
+    def _on_epoch_loop_start(self, data_fetcher: Any) -> None:
+        loader = self._trainer.fit_loop._combined_loader
+        assert loader is not None
+        iterator, before = loader._iterator, counts(loader.flattened)
+        self._original(self._trainer.fit_loop.epoch_loop, "on_run_start")(data_fetcher)
+        if loader._iterator is not iterator:
+            new_epoch(loader.flattened, before)
 
     def _advance(self, data_fetcher: Any) -> None:
         if self._first:

@@ -28,7 +28,7 @@ from lightning_ckpt.boundary import Boundary
 from lightning_ckpt.carried import KEY, collect, mid_accumulation
 from lightning_ckpt.checkpoint_io import MANIFEST, OverlappedCheckpointIO
 from lightning_ckpt.links import link_checkpoint
-from lightning_ckpt.loader_position import new_epoch, starts_anew
+from lightning_ckpt.loader_position import starts_anew
 from lightning_ckpt.requeue import publish, requeue_path, writing_path
 from lightning_ckpt.resume import Resume
 from lightning_ckpt.schedule import next_target
@@ -243,8 +243,6 @@ class OverlappedCheckpoint(ModelCheckpoint):
         if self._resume is not None:
             self._resume.on_train_epoch_end()
         super().on_train_epoch_end(trainer, pl_module)
-        if trainer.fit_loop._combined_loader is not None:
-            new_epoch(trainer.fit_loop._combined_loader.flattened)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.engine is not None:

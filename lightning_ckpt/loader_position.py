@@ -194,12 +194,21 @@ def position(loaders: Sequence[Any], delivered: int) -> list[dict[str, Any]]:
     return records
 
 
-def new_epoch(loaders: Sequence[Any]) -> None:
-    """Count iterators from the beginning of an epoch."""
-    for loader in loaders:
+def counts(loaders: Sequence[Any]) -> list[int]:
+    """How many iterators each loader has begun so far, to be passed to :func:`new_epoch`."""
+    return [proxy.iterations if (proxy := proxy_of(loader)) is not None else 0 for loader in loaders]
+
+
+def new_epoch(loaders: Sequence[Any], before: Sequence[int]) -> None:
+    """Count iterators from the beginning of an epoch: ``before`` of them were of an earlier one, or never used.
+
+    Loaders with workers draw from a new iterator at once, so this is known only afterwards.
+    """
+    for loader, count in zip(loaders, before, strict=True):
         proxy = proxy_of(loader)
         if proxy is not None:
-            proxy.iterations = proxy.offset = 0
+            proxy.iterations -= count
+            proxy.offset = 0
 
 
 def starts_anew(loaders: Sequence[Any], delivered: int) -> None:

@@ -37,10 +37,13 @@ def rounds_until_step(every: int, global_step: int, stride: int) -> int | None:
         >>> rounds_until_step(3, 1, 3) is None
         True
     """
-    for ahead in range(1, every + 1):
-        if (global_step + ahead * stride) % every == 0:
-            return ahead
-    return None
+    common = math.gcd(every, stride)
+    if global_step % common:
+        return None
+    # The linear congruence global_step + ahead * stride = 0 (mod every): an interval may be a million steps long.
+    period = every // common
+    ahead = -(global_step // common) * pow(stride // common, -1, period) % period
+    return ahead or period
 
 
 def _by_steps(every: int, global_step: int, stride: int) -> int | None:

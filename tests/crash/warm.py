@@ -1,4 +1,4 @@
-"""Preloaded by the fork server: one round of training pays for torch's lazy imports once, not in every process.
+"""Preloaded by the fork server: imports, torch's lazy ones included, are paid for once, not in every process.
 
 One thread only, so that no thread pool exists when processes are forked.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+import tests.crash.killed_lightning  # noqa: F401
 from tests.crash import killed_run
 from tests.equivalence.harness import Run
 

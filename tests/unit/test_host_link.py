@@ -62,27 +62,35 @@ def test_an_urgent_job_overtakes_what_waits() -> None:
 
 def test_an_urgent_job_gets_between_the_pieces_of_a_large_one() -> None:
     sizes: list[int] = []
-    link = HostLink(throttle=sizes.append)
-    gate = threading.Event()
-    blocker = HostLink(throttle=lambda _: gate.wait(30) and None)
-    blocker.close()
+    gate, reached = threading.Event(), threading.Event()
+
+    def hold(nbytes: int) -> None:
+        sizes.append(nbytes)
+        reached.set()
+        assert gate.wait(30)
+
+    link = HostLink(throttle=hold)
     large = torch.zeros(4 * PIECE_BYTES, dtype=torch.uint8)
     tickets = [link.submit([Copy(torch.empty_like(large), large)])]
+    assert reached.wait(30)
     tickets.append(link.submit([Copy(torch.empty(3), torch.zeros(3))], urgent=True))
+    gate.set()
     link.barrier(tickets, 30)
-    assert sorted(sizes) == [12] + [PIECE_BYTES] * 4
+    assert sizes == [PIECE_BYTES, 12, PIECE_BYTES, PIECE_BYTES, PIECE_BYTES]
     link.close()
 
 
 def test_a_failing_copy_is_reported_by_its_ticket_only() -> None:
-    link = HostLink()
-    bad = link.submit([Copy(torch.empty(2), torch.zeros(3))])
+    link, called = HostLink(), list[int]()
+    bad = link.submit([Copy(torch.empty(2), torch.zeros(3))], on_done=lambda: called.append(1))
     good = link.submit([Copy(torch.empty(3), torch.zeros(3))])
     with pytest.raises(RuntimeError, match="size"):
         bad.wait(30)
     good.wait(30)
     with pytest.raises(RuntimeError, match="size"):
         link.barrier([good, bad], 30)
+    assert called == []
+    assert link.bytes_copied == 12
     link.close()
 
 

@@ -54,3 +54,22 @@ def test_different_tensors_never_share_a_name(paths: list[str]) -> None:
     names = [namer(tensor, path) for tensor, path in zip(tensors, paths, strict=True)]
     assert len(set(names)) == len(names)
     assert [namer(tensor, path) for tensor, path in zip(tensors, paths, strict=True)] == names
+
+
+@pytest.mark.parametrize("averages_first", [True, False])
+def test_a_name_stays_with_its_tensor_where_the_state_shows_another_in_its_place(averages_first: bool) -> None:
+    """Averaged weights stand in ``state_dict``, and the model's own elsewhere: neither takes the other's place."""
+    live, average = torch.ones(3), torch.zeros(3)
+    namer = Namer({view_key(live): "model.w"}, {})
+    visits = [(average, "state_dict.w"), (live, "current_model_state.w")]
+    names = [namer(tensor, path) for tensor, path in (visits if averages_first else visits[::-1])]
+    assert sorted(names) == ["model.w", "model.w~2"]
+    assert namer(live, "current_model_state.w") == "model.w"
+    assert (namer.in_image, namer.stale) == ({"model.w"}, ())
+
+
+def test_a_name_whose_tensor_is_nowhere_in_the_state_is_stale() -> None:
+    live, other = torch.ones(3), torch.zeros(3)
+    namer = Namer({view_key(live): "model.w"}, {})
+    namer(other, "state_dict.w")
+    assert namer.stale == ("model.w",)

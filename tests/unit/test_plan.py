@@ -82,6 +82,47 @@ def test_state_that_cannot_be_replayed_waits_for_the_last_part() -> None:
     assert plan.budgets[-1] >= m.direct_bytes
 
 
+def stalled(m: Measurements, plan: WindowPlan) -> float:
+    """Seconds by which the steps of a plan are overfull, counted from its parts."""
+    taken, over = 0, 0.0
+    for part in plan.budgets:
+        over += max(0.0, part + m.ratio * taken - m.budget)
+        taken += part
+    return over / m.bandwidth
+
+
+@given(st.floats(0.05, 9.0), st.floats(0.0, 3.0), st.floats(0.0, 1.0), st.one_of(st.none(), st.integers(1, 12)))
+def test_the_stall_that_is_promised_is_the_one_that_the_parts_make(
+    x: float, r: float, late: float, steps: int | None
+) -> None:
+    m = measured(x, r, direct=late)
+    plan = plan_window(m, mode="auto", steps=steps, max_steps=20)
+    assert plan.expected_stall_s == pytest.approx(stalled(m, plan), abs=1e-6)
+    assert plan.budgets[-1] >= m.direct_bytes
+    assert sum(plan.budgets) == m.state_bytes
+
+
+@given(st.floats(0.05, 9.0), st.floats(0.01, 1.0), st.integers(1, 20))
+def test_the_stall_is_what_the_closed_form_leaves(x: float, r: float, steps: int) -> None:
+    m = measured(x, r)
+    left = max(0.0, m.state_bytes - capacity(m.budget, m.ratio, steps)) / m.bandwidth
+    assert stall(m, steps) == pytest.approx(left, abs=1e-6)
+
+
+def test_gradients_owed_beside_late_state_are_counted() -> None:
+    # The last step copies 0.9 of what it can, and owes a third more for what was copied before.
+    m = Measurements(
+        bandwidth=GB, step_s=1.0, hidden_s=1.0, state_bytes=19 * GB // 10, grad_bytes=GB // 3, direct_bytes=9 * GB // 10
+    )
+    assert stall(m, 10) == pytest.approx(0.9 + 1 / 3 - 1, abs=1e-6)
+
+
+@pytest.mark.parametrize(("steps", "most"), [(None, 0), (0, 5)])
+def test_a_window_without_a_step_is_refused(steps: int | None, most: int) -> None:
+    with pytest.raises(ConfigError, match="at least one step"):
+        plan_window(measured(1.0, 0.1), mode="auto", steps=steps, max_steps=most)
+
+
 def test_gradients_as_large_as_the_state_make_windows_useless() -> None:
     assert plan_window(measured(3.0, 1.0), mode="auto", steps=None, max_steps=20).steps == 1
 

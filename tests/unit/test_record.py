@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,17 @@ def test_each_save_is_one_line_of_json(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines[0] == lines[1]
     assert (lines[0]["step"], lines[0]["parts_bytes"], lines[0]["audit"]) == (3, [10, 20], {"result": "bit-exact"})
+
+
+def test_infinities_do_not_break_readers(tmp_path: Path) -> None:
+    path = tmp_path / "saves.jsonl"
+    append_record(str(path), replace(RECORD, audit={"largest": float("inf"), "seen": [float("nan"), 1.5]}))
+
+    def refuse(word: str) -> float:
+        raise AssertionError(f"{word} is not JSON")
+
+    line = json.loads(path.read_text(), parse_constant=refuse)
+    assert line["audit"] == {"largest": "inf", "seen": ["nan", 1.5]}
 
 
 def test_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:

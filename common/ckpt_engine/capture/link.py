@@ -16,6 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ckpt_engine.errors import CheckpointError
+
 PIECE_BYTES = 4 * 1024 * 1024
 _MEASURABLE = 1024 * 1024
 
@@ -31,6 +33,21 @@ class Copy:
     def nbytes(self) -> int:
         """Bytes to move."""
         return self.src.numel() * self.src.element_size()
+
+    def check(self) -> None:
+        """Refuse what ``Tensor.copy_`` would broadcast, and pieces would copy in part.
+
+        Types are not looked at: a parameter whose data was swapped for another type in the middle of a window is
+        found by the guard, which drops the window in good order.
+
+        Raises:
+            CheckpointError: The two differ in size.
+        """
+        if self.dst.shape != self.src.shape:
+            raise CheckpointError(
+                f"A copy needs tensors of equal size, not {tuple(self.src.shape)} into {tuple(self.dst.shape)}: the "
+                "tensor was replaced while it was captured."
+            )
 
 
 class Ticket(Protocol):
@@ -62,7 +79,7 @@ class DeviceLink(Protocol):
     ) -> Ticket:
         """Queue copies of the tensors as they are now; sources must stay unchanged until a barrier has passed.
 
-        ``on_done`` runs on a thread of the link, once, when all copies are made.
+        ``on_done`` runs on a thread of the link, once, when all copies are made; not when one of them failed.
         """
 
     def barrier(self, tickets: Iterable[Ticket], timeout: float) -> float:
@@ -112,18 +129,30 @@ class Rate:
 
 
 def pieces(copy: Copy, piece_bytes: int = PIECE_BYTES) -> list[Copy]:
-    """Cut a large copy of contiguous tensors.
+    """Cut a large copy: flat where both sides are contiguous, else along their first axes.
 
     Example:
         >>> import torch
         >>> [p.nbytes for p in pieces(Copy(torch.empty(10), torch.empty(10)), piece_bytes=16)]
         [16, 16, 8]
     """
-    if copy.nbytes <= piece_bytes or not (copy.dst.is_contiguous() and copy.src.is_contiguous()):
+    if copy.nbytes <= piece_bytes or copy.src.numel() <= 1 or copy.dst.shape != copy.src.shape:
         return [copy]
+    if not (copy.dst.is_contiguous() and copy.src.is_contiguous()):
+        return [part for slab in _slabs(copy, piece_bytes) for part in pieces(slab, piece_bytes)]
     dst, src = copy.dst.view(-1), copy.src.view(-1)
     step = max(1, piece_bytes // src.element_size())
     return [Copy(dst[low : low + step], src[low : low + step]) for low in range(0, src.numel(), step)]
+
+
+def _slabs(copy: Copy, piece_bytes: int) -> list[Copy]:
+    """Cut along the first axis longer than 1, so that a contiguous side stays contiguous."""
+    axis, length = next((axis, length) for axis, length in enumerate(copy.src.shape) if length > 1)
+    rows = max(1, piece_bytes * length // copy.nbytes)
+    return [
+        Copy(copy.dst.narrow(axis, low, min(rows, length - low)), copy.src.narrow(axis, low, min(rows, length - low)))
+        for low in range(0, length, rows)
+    ]
 
 
 def link_for(device: torch.device) -> DeviceLink:

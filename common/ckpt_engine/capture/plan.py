@@ -91,14 +91,21 @@ def capacity(budget: float, ratio: float, steps: int) -> float:
     """State that ``steps`` steps carry without a stall (S_K), in the unit of ``budget``."""
     if ratio <= 0:
         return budget * steps
-    return budget * (1 - max(0.0, 1 - ratio) ** steps) / ratio
+    # Where a gradient is larger than its state, copying early only adds to the debt: one step carries as much.
+    ratio = min(1.0, ratio)
+    return budget * (1 - (1 - ratio) ** steps) / ratio
 
 
 def stall(m: Measurements, steps: int) -> float:
-    """Seconds that training waits when the window takes ``steps`` steps."""
-    late = max(0.0, m.direct_bytes - m.budget)
-    over = max(0.0, m.state_bytes - capacity(m.budget, m.ratio, steps))
-    return max(late, over) / m.bandwidth
+    """Seconds that training waits when the window takes ``steps`` steps.
+
+    All of it falls to the last step, which copies what is left, what could not be copied before, and the gradients
+    owed for what was.
+    """
+    early = 0.0
+    if steps > 1 and m.ratio <= 1:
+        early = min(capacity(m.budget, m.ratio, steps - 1), m.state_bytes - m.direct_bytes)
+    return max(0.0, m.state_bytes - (1 - m.ratio) * early - m.budget) / m.bandwidth
 
 
 def plan_window(m: Measurements | None, *, mode: Mode, steps: int | None, max_steps: int) -> WindowPlan:
@@ -109,7 +116,12 @@ def plan_window(m: Measurements | None, *, mode: Mode, steps: int | None, max_st
         mode: ``one_step`` forces one step; ``multi_step`` at least two where ``max_steps`` allows; ``auto`` chooses.
         steps: A fixed number of steps, or None.
         max_steps: Never more than this.
+
+    Raises:
+        ConfigError: ``steps`` or ``max_steps`` is below 1.
     """
+    if max_steps < 1 or (steps is not None and steps < 1):
+        raise ConfigError(f"A window takes at least one step, not steps={steps} of max_steps={max_steps}.")
     if mode == "one_step" or max_steps == 1 or steps == 1:
         return _one_step(m, "one step was asked for" if mode == "one_step" or steps == 1 else "one step is left")
     if steps is not None:
@@ -140,23 +152,22 @@ def _fixed(m: Measurements | None, steps: int) -> WindowPlan:
     if m is None:
         # Sizes are not known here; a share of "everything" is: the window divides by what it has.
         return WindowPlan(mode="multi_step", steps=steps, budgets=(), expected_stall_s=0.0, reason=reason)
-    share = -(-m.state_bytes // steps)
-    owed = m.ratio * share * (steps - 1)
-    if share + owed <= m.budget:
-        return WindowPlan(
-            mode="multi_step",
-            steps=steps,
-            budgets=_with_late(_shares(m.state_bytes, steps), m.state_bytes - m.direct_bytes),
-            expected_stall_s=0.0,
-            reason=reason,
-        )
+    budgets = _with_late(_shares(m.state_bytes, steps), m.state_bytes - m.direct_bytes)
+    if max(_loads(m, budgets)) <= m.budget:
+        return WindowPlan(mode="multi_step", steps=steps, budgets=budgets, expected_stall_s=0.0, reason=reason)
     return _budgeted(m, steps, reason)
+
+
+def _loads(m: Measurements, budgets: tuple[int, ...]) -> list[float]:
+    """Bytes that each step copies: new state, and gradients of what was copied before."""
+    before = [sum(budgets[:j]) for j in range(len(budgets))]
+    return [new + m.ratio * copied for new, copied in zip(budgets, before, strict=True)]
 
 
 def _budgeted(m: Measurements, steps: int, reason: str) -> WindowPlan:
     """Parts that shrink as gradients are owed, scaled down where the steps carry more than there is."""
     full = capacity(m.budget, m.ratio, steps)
-    scale = min(1.0, m.state_bytes / full) if full > 0 else 0.0
+    scale = min(1.0, m.state_bytes / full) if full > 0 and m.ratio <= 1 else 0.0
     keep = max(0.0, 1 - m.ratio)
     budgets = [int(m.budget * scale * keep**j) for j in range(steps - 1)]
     left = m.state_bytes - sum(budgets)

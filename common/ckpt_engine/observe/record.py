@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 
 from ckpt_engine.errors import ConfigError
@@ -46,16 +47,32 @@ class SaveRecord:
 
 
 def append_record(path: str, record: SaveRecord) -> None:
-    """Append ``record`` to a file of JSON lines, in one write.
+    """Append ``record`` to a file of JSON lines, in one write, so that several writers do not mix their lines.
 
     Raises:
         ConfigError: The file cannot be written.
     """
-    line = json.dumps(asdict(record), separators=(",", ":")) + "\n"
+    line = json.dumps(_portable(asdict(record)), separators=(",", ":"), allow_nan=False) + "\n"
     try:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(line)
+        with open(path, "ab", buffering=0) as file:
+            file.write(line.encode())
     except OSError as error:
         raise ConfigError(
             f"metrics_path={path!r} cannot be written ({error}): give a file in a folder that exists."
         ) from error
+
+
+def _portable(value: object) -> object:
+    """JSON has no infinities and no NaN: they become words, so that any reader takes the line.
+
+    Example:
+        >>> _portable({"largest": float("inf"), "parts": (1, 2.5)})
+        {'largest': 'inf', 'parts': [1, 2.5]}
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _portable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_portable(item) for item in value]
+    return value
