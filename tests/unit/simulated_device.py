@@ -78,6 +78,7 @@ class Device:
         self.enqueued: list[int] = []
         self.held_back = threading.Event()
         self._staging: set[int] = set()
+        self._gates: list[threading.Event] = []
         self._pinned = pinned
         self._running = True
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -137,8 +138,14 @@ class Device:
     def hold(self) -> threading.Event:
         """Put a long kernel on the training stream; it ends when the event is set."""
         gate = threading.Event()
+        self._gates.append(gate)
         self.training.put(lambda: None, gate.is_set)
         return gate
+
+    def release(self) -> None:
+        """End every kernel that is held, so that a test that failed does not leave its link waiting."""
+        for gate in self._gates:
+            gate.set()
 
     def settle(self) -> None:
         """Wait until the training stream has run dry."""

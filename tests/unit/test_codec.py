@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ckpt_engine.errors import CheckpointError, ConfigError, CorruptCheckpointError
-from ckpt_engine.image.codec import MAX_DEPTH, Encoded, decode, encode
+from ckpt_engine.image.codec import Encoded, decode, encode
 from ckpt_engine.image.layout import Layout, TensorSpec
 
 EVIL: list[str] = []
@@ -401,49 +401,6 @@ def test_what_torch_trusts_comes_back_without_opting_in() -> None:
 def test_what_cannot_be_saved_is_refused_with_its_place_and_class(value: object) -> None:
     with pytest.raises(ConfigError, match=r"'a\.b\.0' of class .* cannot be saved"):
         encode({"a": {"b": [value]}}, by_path)
-
-
-def _nested(levels: int, wrap: Any) -> object:
-    value: object = 1
-    for _ in range(levels):
-        value = wrap(value)
-    return value
-
-
-WRAPS = {
-    "list": lambda v: [v],
-    "tuple": lambda v: (v,),
-    "dict": lambda v: {"k": v},
-    "keys": lambda v: {1: v},
-    "ordered": lambda v: OrderedDict(k=v),
-    "default": lambda v: defaultdict(list, k=v),
-    "namespace": lambda v: argparse.Namespace(k=v),
-}
-
-
-@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS.keys())
-def test_the_deepest_state_that_is_taken_can_be_read(wrap: Any) -> None:
-    state = _nested(MAX_DEPTH, wrap)
-    assert there_and_back(state) == state
-
-
-@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS.keys())
-def test_a_state_that_is_too_deep_is_refused(wrap: Any) -> None:
-    with pytest.raises(ConfigError, match="levels deep"):
-        encode(_nested(MAX_DEPTH + 1, wrap), by_path)
-
-
-def test_a_state_that_holds_itself_is_refused() -> None:
-    state: list[object] = [1]
-    state += [state, state]
-    with pytest.raises(ConfigError, match="does it hold itself"):
-        encode({"s": state}, by_path)
-
-
-def test_a_tree_that_is_too_deep_is_refused() -> None:
-    for tree in (_nested(MAX_DEPTH + 1, lambda v: [v]), _nested(900, lambda v: {"$tuple": [v]})):
-        with pytest.raises(CorruptCheckpointError, match="too deep"):
-            decode(tree, {})
 
 
 def test_paths_are_readable_and_names_are_asked_for_once() -> None:

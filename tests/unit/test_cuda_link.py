@@ -29,6 +29,7 @@ def device() -> Iterator[Device]:
 def link(device: Device) -> Iterator[CudaLink]:
     link = CudaLink(torch.device("cuda", 0), driver=device)
     yield link
+    device.release()
     link.close()
 
 
