@@ -28,6 +28,7 @@ def collect(trainer: Trainer) -> dict[str, Any]:
         "moment": now,
         "rng": rng_state(),
         "loaders": position(loaders, begun - 1 if now == "broken" else begun),
+        "batches_that_stepped": loop.epoch_loop._batches_that_stepped,
         "gradients": _gradients(trainer),
         "running_metrics": _running_metrics(trainer),
         "reloaded_epoch": loop._last_train_dl_reload_epoch,

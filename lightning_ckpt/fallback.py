@@ -6,18 +6,28 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from ckpt_engine.errors import CorruptCheckpointError, NoCheckpointError
+from ckpt_engine.errors import ConfigError, CorruptCheckpointError, NoCheckpointError
 from ckpt_engine.restore.catalog import is_checkpoint
 from ckpt_engine.restore.reader import load
-from ckpt_engine.storage.backend import backend_for, join
+from ckpt_engine.storage.backend import backend_for, is_local, join
 
 MANIFEST = "manifest.json"
 
 
 def is_ours(path: str) -> bool:
-    """Whether ``path`` is a checkpoint directory of ours, complete or not."""
-    if is_checkpoint(path):
-        return True
+    """Whether ``path`` is a checkpoint directory of ours, complete or not.
+
+    A URL that cannot be opened here is not: whoever knows its scheme may still load it.
+    """
+    try:
+        return is_checkpoint(path) or _looks_like_ours(path)
+    except (ConfigError, OSError, NotImplementedError):
+        if is_local(path):
+            raise
+        return False
+
+
+def _looks_like_ours(path: str) -> bool:
     backend = backend_for(path)
     if not backend.isdir(path):
         return False

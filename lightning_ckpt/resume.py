@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.loops.loop import _Loop
 
 from ckpt_engine.capture.rng import set_rng_state
 from ckpt_engine.capture.tap import unwrap
@@ -56,6 +57,8 @@ class Resume:
 
     def before_first(self, trainer: Trainer, data_fetcher: Any) -> bool:
         """A checkpoint within an epoch: the loaders continue where they were. Whether they do."""
+        if self.moment in ("batch", "broken", "epoch"):
+            self._continue_logging(trainer)
         if self._rng_is_set:
             return False
         loop = trainer.fit_loop
@@ -73,13 +76,21 @@ class Resume:
 
     def on_train_batch_end(self, trainer: Trainer) -> None:
         """Metrics of the resumed epoch exist from its first batch on."""
-        _go_on_normally(trainer)
+        if self.moment == "hook":
+            self.moment = "over"
+            _go_on_normally(trainer)
         if self._running:
             add_running_metrics(trainer, self._running)
 
     def on_train_epoch_end(self) -> None:
         """Sums of this epoch have no place in the next."""
         self._running.clear()
+
+    def _continue_logging(self, trainer: Trainer) -> None:
+        # The step of loggers; Lightning supposes that it was not advanced yet when the checkpoint was written.
+        stepped = self._carried.get("batches_that_stepped")
+        if stepped is not None:
+            trainer.fit_loop.epoch_loop._batches_that_stepped = int(stepped)
 
     def _continue_loaders(self, trainer: Trainer, data_fetcher: Any, loaders: list[Any], delivered: int) -> None:
         again = resume(loaders, self._carried["loaders"])
@@ -147,12 +158,10 @@ def _go_on_normally(trainer: Trainer) -> None:
 
     Left on, it would leave out the epoch-end step of schedulers that follow a metric, and would validate again.
     """
-    trainer.fit_loop.restarting = False
+    # The fit loop's own setter sets it to True for good where ``max_steps`` is given.
+    _Loop.restarting.fset(trainer.fit_loop, False)  # type: ignore[attr-defined]
 
 
 def _forget_broken_batch(trainer: Trainer) -> None:
     """A batch that was begun and not trained comes again; Lightning would go on counting its first start."""
-    epoch_loop = trainer.fit_loop.epoch_loop
-    epoch_loop.batch_progress.total.reset_on_restart()
-    if not epoch_loop._should_accumulate():
-        epoch_loop._batches_that_stepped -= 1
+    trainer.fit_loop.epoch_loop.batch_progress.total.reset_on_restart()

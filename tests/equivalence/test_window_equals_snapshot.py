@@ -32,7 +32,8 @@ def check(recipe: Recipe, folder: Path, *, expect_replay: bool = True, **options
         assert record.ok
         assert record.window_steps == 4
         assert record.audit["result"] == "bit-exact"
-        assert (record.gradient_bytes > 0) == expect_replay
+    # With a scaler, every update of one window may be skipped, and then there is nothing to replay in it.
+    assert any(record.gradient_bytes > 0 for record in engine.records) == expect_replay
     resumed = Run(recipe)
     resumed.restore(load_state(f"{folder}/step-{SAVES[0]}"))
     while resumed.step < STEPS:

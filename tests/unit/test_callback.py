@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import threading
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +15,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ckpt_engine.config import CheckpointConfig
@@ -230,3 +232,31 @@ def test_callbacks_with_different_options_keep_their_states_apart(tmp_path: Path
     states = state_of(first.best_model_path)["callbacks"]
     assert {first.state_key, second.state_key} <= set(states)
     assert states[first.state_key]["best_model_path"] == first.best_model_path
+
+
+class Listens(CSVLogger):
+    """Notes which checkpoints are complete whenever it is told of one, and in which thread."""
+
+    def __init__(self, folder: Path, checkpoints: Path) -> None:
+        super().__init__(str(folder))
+        self.checkpoints = checkpoints
+        self.told: list[int] = []
+        self.threads: set[str] = set()
+
+    def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
+        self.told.append(sum(is_checkpoint(str(path)) for path in self.checkpoints.iterdir()))
+        self.threads.add(threading.current_thread().name)
+
+
+@pytest.mark.parametrize("ends", ["well", "badly"])
+def test_loggers_are_told_of_each_checkpoint_once_it_is_durable(tmp_path: Path, ends: str) -> None:
+    logger = Listens(tmp_path / "logs", tmp_path / "c")
+    keep = OverlappedCheckpoint(dirpath=tmp_path / "c", every_n_train_steps=3, save_top_k=-1)
+    if ends == "well":
+        fit(keep, logger=logger, max_steps=9)
+    else:
+        with pytest.raises(RuntimeError, match="stopped by the test"):
+            fit(keep, Stop(10), logger=logger)
+    assert len(logger.told) == 3
+    assert all(complete >= number for number, complete in enumerate(logger.told, 1))
+    assert logger.threads == {threading.main_thread().name}

@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -16,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_ckpt import OverlappedCheckpoint
 from lightning_ckpt.loader_position import SamplerProxy, is_stateful, position, proxy_of, resume, unwatch, watch
 from tests.equivalence.harness import differences
-from tests.lightning_runs import BATCHES, Rows, Tiny, final, fit, rows
+from tests.lightning_runs import BATCHES, Rows, Tiny, final, fit, rows, trainer
 
 
 class Stream(IterableDataset[torch.Tensor]):
@@ -208,3 +209,28 @@ def test_what_cannot_be_watched_is_recorded_as_plain_or_stateful() -> None:
     assert [record["kind"] for record in position(loaders, 2)] == ["plain", "stateful", "plain"]
     assert not resume(loaders, position(loaders, 2))
     assert [is_stateful(loader) for loader in loaders] == [False, True, False]
+
+
+def test_a_loader_that_validates_too_keeps_its_position_in_training(tmp_path: Path) -> None:
+    def run(folder: Path, seed: int, ckpt_path: str | None = None) -> Any:
+        L.seed_everything(seed, verbose=False)
+        loader, module = rows(), Tiny()
+        keep = OverlappedCheckpoint(dirpath=folder, every_n_train_steps=4, save_top_k=-1, filename="{step}")
+        fitted = trainer(keep, val_check_interval=2)
+        fitted.fit(module, loader, loader, ckpt_path=ckpt_path)
+        return module, fitted
+
+    whole = run(tmp_path / "a", 3)
+    assert_exact(whole, run(tmp_path / "b", 9, str(tmp_path / "a" / "step=4.ckpt")))
+
+
+@pytest.mark.parametrize("step", [4, BATCHES])
+def test_a_run_taken_over_from_a_plain_checkpoint_is_exact_from_then_on(tmp_path: Path, step: int) -> None:
+    # Lightning starts the loader anew there, in the middle of an epoch or without counting the next one.
+    plain = ModelCheckpoint(dirpath=tmp_path / "a", every_n_train_steps=step, save_top_k=-1, filename="{step}")
+    fit(plain, max_steps=step)
+    keep = OverlappedCheckpoint(dirpath=tmp_path / "b", every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    whole = fit(keep, ckpt_path=str(tmp_path / "a" / f"step={step}.ckpt"), fit_options={"weights_only": False})
+    for later in (step + 1, BATCHES + 2):
+        idle = OverlappedCheckpoint(dirpath=tmp_path / "c", every_n_train_steps=1000)
+        assert_exact(whole, fit(idle, ckpt_path=str(tmp_path / "b" / f"step={later}.ckpt"), seed=5))

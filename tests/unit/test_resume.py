@@ -6,9 +6,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 
 from lightning_ckpt import OverlappedCheckpoint
 from tests.equivalence.harness import differences
@@ -143,3 +144,135 @@ def test_an_exact_resume_does_not_warn_that_it_is_inexact(tmp_path: Path) -> Non
         warnings.simplefilter("always")
         fit(keep_all(tmp_path / "b"), max_steps=3, ckpt_path=str(tmp_path / "step=2.ckpt"))
     assert not [str(w.message) for w in caught if "not resumable" in str(w.message)]
+
+
+class Breaks(Tiny):
+    """Raises in the training step of one batch, or after it was trained."""
+
+    def __init__(self, at: int = -1, hook: str = "") -> None:
+        super().__init__()
+        self.at, self.hook = at, hook
+
+    def _maybe_raise(self, hook: str) -> None:
+        if hook == self.hook and self.trainer.fit_loop.epoch_loop.total_batch_idx == self.at:
+            raise RuntimeError("broken by the test")
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self._maybe_raise("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._maybe_raise("on_train_batch_end")
+
+
+@pytest.mark.parametrize("hook", ["training_step", "on_train_batch_end"])
+@pytest.mark.parametrize("at", [2, BATCHES + 1])
+def test_a_checkpoint_of_an_exception_repeats_no_batch_and_leaves_none_out(tmp_path: Path, at: int, hook: str) -> None:
+    L.seed_everything(1, verbose=False)
+    whole = fit(keep_all(tmp_path / "a"), module=Breaks())
+    L.seed_everything(1, verbose=False)
+    keep = OverlappedCheckpoint(dirpath=tmp_path / "b", every_n_train_steps=1000, save_on_exception=True)
+    with pytest.raises(RuntimeError, match="broken by the test"):
+        fit(keep, module=Breaks(at, hook))
+    (left,) = (tmp_path / "b").iterdir()
+    resumed = fit(keep_all(tmp_path / "d"), module=Breaks(), ckpt_path=str(left), seed=7)
+    assert resumed[0].ids == whole[0].ids[-len(resumed[0].ids) :]
+    assert differences(final(*resumed), final(*whole)) == []
+    # What such a run saves is as good as any.
+    path = str(tmp_path / "d" / f"step={at + 3}.ckpt")
+    second = fit(keep_all(tmp_path / "e"), module=Breaks(), ckpt_path=path, seed=8)
+    assert differences(final(*second), final(*whole)) == []
+
+
+class SaveInHook(Callback):
+    """What a user's own callback may do."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path, self.step = path, step
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("step", [3, BATCHES + 2])
+def test_a_checkpoint_saved_by_hand_in_a_hook_holds_the_position_too(tmp_path: Path, step: int) -> None:
+    path = tmp_path / "by-hand.ckpt"
+    whole = fit(keep_all(tmp_path / "a"), SaveInHook(path, step))
+    resumed = fit(keep_all(tmp_path / "b"), ckpt_path=str(path), seed=7)
+    assert resumed[0].ids == whole[0].ids[-len(resumed[0].ids) :]
+    assert differences(final(*resumed), final(*whole)) == []
+
+
+class Skips(Tiny):
+    """Ends each epoch early, as the return value of a hook."""
+
+    def on_train_batch_start(self, batch: torch.Tensor, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 4 else None
+
+
+@pytest.mark.parametrize("module", [Tiny, Skips])
+@pytest.mark.parametrize("step", [3, 6, 8])
+def test_the_step_of_loggers_goes_on_where_it_was(tmp_path: Path, module: type[Tiny], step: int) -> None:
+    whole, resumed = resumed_from(tmp_path, step, module, max_epochs=-1, max_steps=10)
+    steps = [run.fit_loop.epoch_loop._batches_that_stepped for _, run in (whole, resumed)]
+    assert steps[0] == steps[1]
+    assert differences(final(*resumed), final(*whole)) == []
+
+
+class Journal(Callback):
+    """Each hook with every counter that Lightning shows at that moment."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+
+    def note(self, what: str, trainer: L.Trainer) -> None:
+        loop = trainer.fit_loop.epoch_loop
+        counters = (trainer.global_step, trainer.current_epoch, loop.batch_idx, loop._batches_that_stepped)
+        self.events.append((what, *counters, trainer.is_last_batch))
+
+    def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self.note("epoch start", trainer)
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self.note("batch start", trainer)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.note("batch end", trainer)
+
+    def on_validation_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self.note("validation start", trainer)
+
+    def on_validation_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.note("validation batch", trainer)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.note("epoch end", trainer)
+
+    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.note("train end", trainer)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_epochs": 3},
+        {"max_epochs": 3, "max_steps": 16},
+        {"max_epochs": -1, "max_steps": 16},
+        {"max_epochs": -1, "max_steps": 16, "validate": False},
+        {"max_epochs": -1, "max_steps": 16, "val_check_interval": 2},
+        {"max_epochs": -1, "max_steps": 16, "val_check_interval": 4, "check_val_every_n_epoch": None},
+        {"max_epochs": 3, "check_val_every_n_epoch": 2},
+        {"max_epochs": -1, "max_steps": 5, "accumulate_grad_batches": 4, "val_check_interval": 2},
+    ],
+    ids=str,
+)
+def test_from_any_step_the_hooks_and_counters_are_those_of_the_whole_run(tmp_path: Path, options: Any) -> None:
+    journal = Journal()
+    _, run = fit(keep_all(tmp_path / "a"), journal, **options)
+    for step in range(1, run.global_step):
+        again = Journal()
+        idle = OverlappedCheckpoint(dirpath=tmp_path / "b", every_n_train_steps=1000)
+        fit(idle, again, ckpt_path=str(tmp_path / "a" / f"step={step}.ckpt"), seed=7, **options)
+        assert again.events == journal.events[-len(again.events) :], f"resumed from step {step}"
+        assert again.events[0][:2] in (("epoch start", step), ("batch start", step))
